@@ -1,0 +1,64 @@
+"""What must hold of a Graph and of a Plan, checked after the stage that made it.
+
+A failure here is a bug of modelnew, so it is an AssertionError and not a message to the user.
+"""
+
+from __future__ import annotations
+
+from modelnew import ops
+from modelnew.ir import Graph, Library, Plan, Pointwise, refs_in, step_reads, step_writes
+
+
+def check_graph(graph: Graph) -> None:
+    """Every value is defined once and before its use, and every tensor has a type."""
+    defined = set(graph.bindings)
+    for name in graph.bindings:
+        _require(name in graph.tensors, f"{name} has no type")
+    for node in graph.nodes:
+        missing = [name for name in node.reads if name not in defined]
+        _require(not missing, f"{node.result} reads {missing} before they are defined")
+        _require(node.result not in defined, f"{node.result} is defined twice")
+        defined.add(node.result)
+        _require(
+            all(tensor.name in graph.tensors for tensor in node.outputs),
+            f"{node.result} has an output without a type",
+        )
+    _require(set(refs_in(graph.output)) <= defined, "the result is not defined")
+
+
+def check_plan(plan: Plan) -> None:
+    """The steps run in order, each kernel is well formed, and what is returned is made."""
+    defined = set(plan.graph.bindings)
+    kernels = [step.name for step in plan.kernels]
+    _require(len(set(kernels)) == len(kernels), "two kernels have one name")
+    for step in plan.steps:
+        missing = [name for name in step_reads(step) if name not in defined]
+        _require(not missing, f"a step reads {missing} before they are made")
+        if isinstance(step, Pointwise):
+            _check_pointwise(step)
+        if isinstance(step, Library):
+            defined.add(step.node.result)
+        defined.update(step_writes(step))
+    _require(set(refs_in(plan.graph.output)) <= defined, "the result is never made")
+
+
+def _check_pointwise(step: Pointwise) -> None:
+    """SSA order, one shape for all results, every operand used, every statement has a row."""
+    inside = {access.tensor.name for access in step.reads}
+    used: set[str] = set()
+    for node in step.body.statements:
+        _require(ops.find(node) is not None, f"{node.op} has no row")
+        _require(set(node.reads) <= inside, f"{node.result} reads what {step.name} has not")
+        _require(node.result not in inside, f"{node.result} is set twice in {step.name}")
+        used.update(node.reads)
+        inside.add(node.result)
+    _require(bool(step.reads), f"{step.name} reads no tensor")
+    _require({access.tensor.name for access in step.reads} <= used, f"{step.name} reads in vain")
+    _require(step.body.results == step_writes(step), f"{step.name} writes other values")
+    shapes = {tensor.shape for tensor in step.writes}
+    _require(len(shapes) == 1, f"{step.name} writes results of shapes {shapes}")
+
+
+def _require(held: bool, message: str) -> None:
+    if not held:
+        raise AssertionError(f"modelnew made an invalid plan: {message}")

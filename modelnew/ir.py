@@ -1,0 +1,235 @@
+"""The data that the stages hand to each other: frozen dataclasses, no torch import.
+
+A Graph is what `trace` read from the reference: ATen calls in program order. A Plan is what `plan`
+made of it: steps in an order that can run, each a region with its own kernel or a library call.
+The maths of a region is a Body, straight-line scalar code in SSA form; every kind of region
+carries its maths this way, so an operator that is added once works in all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where in the reference a node comes from."""
+
+    file: str
+    line: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor value. `dtype` is PyTorch's name without the prefix: "float32"."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def bytes(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count * DTYPE_BYTES[self.dtype]
+
+
+DTYPE_BYTES: Mapping[str, int] = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "bool": 1, "uint8": 1, "int8": 1,
+    "int16": 2, "int32": 4, "int64": 8, "complex64": 8, "complex128": 16,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Ref:
+    """An argument that is a tensor value, by name."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Live:
+    """A number read at every call, as the Python text that reads it: `self.act.negative_slope`."""
+
+    text: str
+    value: float
+
+
+@dataclass(frozen=True)
+class Literal:
+    """An argument that is neither tensor nor number, as Python text: `torch.float32`."""
+
+    text: str
+
+
+Arg: TypeAlias = "Ref | Live | Literal | bool | int | float | str | tuple[Arg, ...] | None"
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One schema argument of a call; `default` when its value is the schema's own default."""
+
+    name: str
+    value: Arg
+    default: bool = False
+    keyword: bool = False
+
+
+@dataclass(frozen=True)
+class Node:
+    """One ATen call, every schema argument filled in.
+
+    `op` is "aten.leaky_relu.default". `mutates` names the tensors that the call writes to,
+    `views` those that an output is a view of. `result` is the name of the whole result, which
+    differs from its only output where the call returns a list or a tuple.
+    """
+
+    op: str
+    result: str
+    args: tuple[Argument, ...]
+    outputs: tuple[Tensor, ...]
+    mutates: tuple[str, ...] = ()
+    views: tuple[str, ...] = ()
+    source: Source | None = None
+
+    @property
+    def packet(self) -> str:
+        """The operator without its overload: "leaky_relu" of "aten.leaky_relu.default"."""
+        return self.op.split(".")[1]
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return tuple(refs_in(tuple(argument.value for argument in self.args)))
+
+    def value(self, name: str) -> Arg:
+        return next(argument.value for argument in self.args if argument.name == name)
+
+
+def refs_in(arg: object) -> Iterator[str]:
+    """Yields the tensor names in an argument, in order, nested containers included."""
+    if isinstance(arg, Ref):
+        yield arg.name
+    elif isinstance(arg, tuple):
+        for item in arg:
+            yield from refs_in(item)
+    elif isinstance(arg, Output):
+        for item in arg.items:
+            yield from refs_in(item)
+
+
+@dataclass(frozen=True)
+class Output:
+    """A container in the reference's return value: kind is "tuple", "list" or "dict"."""
+
+    kind: str
+    items: tuple[Ref | Output | None, ...]
+    keys: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Guard:
+    """A value for which the file was generated and that it checks: `text` reads it at run time."""
+
+    text: str
+    value: str
+
+
+@dataclass(frozen=True)
+class Graph:
+    """The traced reference.
+
+    `bindings` gives, for every input, parameter, buffer and constant, the Python text that reads
+    it. `pins` are the sizes that the graph depends on, `arguments` the constructor arguments.
+    `training` is the mode it was traced in where the other mode has another graph, else None.
+    """
+
+    tensors: Mapping[str, Tensor]
+    bindings: Mapping[str, str]
+    inputs: tuple[str, ...]
+    nodes: tuple[Node, ...]
+    output: Ref | Output
+    pins: tuple[Guard, ...] = ()
+    arguments: tuple[Guard, ...] = ()
+    training: bool | None = None
+
+
+@dataclass(frozen=True)
+class Access:
+    """A read of a tensor by a region, in the region's iteration space (broadcast by shape)."""
+
+    tensor: Tensor
+
+
+@dataclass(frozen=True)
+class Body:
+    """Scalar maths in SSA form: each statement is a pointwise Node over names of this Body."""
+
+    statements: tuple[Node, ...]
+    results: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Pointwise:
+    """One kernel: every result element is the Body over the elements at the same index."""
+
+    name: str
+    reads: tuple[Access, ...]
+    scalars: tuple[Live, ...]
+    body: Body
+    writes: tuple[Tensor, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Traffic when each operand is read and each result written once, in bytes."""
+        return sum(a.tensor.bytes for a in self.reads) + sum(t.bytes for t in self.writes)
+
+
+@dataclass(frozen=True)
+class Library:
+    """A call of PyTorch's own operator; `why` says what kept it from being a kernel here."""
+
+    node: Node
+    why: str
+
+
+Step: TypeAlias = Pointwise | Library
+
+
+@dataclass(frozen=True)
+class Plan:
+    graph: Graph
+    steps: tuple[Step, ...]
+
+    @property
+    def kernels(self) -> tuple[Pointwise, ...]:
+        return tuple(step for step in self.steps if isinstance(step, Pointwise))
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that no implementation can do without: inputs and state read, results written."""
+        names = {*self.graph.bindings, *refs_in(self.graph.output)}
+        return sum(self.graph.tensors[name].bytes for name in names)
+
+
+def step_reads(step: Step) -> tuple[str, ...]:
+    match step:
+        case Pointwise():
+            return tuple(access.tensor.name for access in step.reads)
+        case Library():
+            return step.node.reads
+
+
+def step_writes(step: Step) -> tuple[str, ...]:
+    match step:
+        case Pointwise():
+            return tuple(tensor.name for tensor in step.writes)
+        case Library():
+            return tuple(tensor.name for tensor in step.node.outputs)
+
+
+class ModelNewError(Exception):
+    """A reference that cannot be generated: the message names file, line and what to do."""

@@ -1,0 +1,119 @@
+"""The operator registry: one row holds all that is known about a pointwise operator.
+
+A row's `expr` is a C expression over the operator's arguments, named in `params` in the order of
+the ATen schema, over float values: arithmetic is float32 whatever the storage type. Where the
+formula depends on a constant argument, `expr` is a function of the bound arguments. The reference
+of a row's test is the ATen operator itself, on values drawn from `domain`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from modelnew.ir import Arg, Graph, Literal, Live, Node, Ref, Tensor
+
+FLOATS = ("float32", "float16", "bfloat16")
+INTEGERS = ("uint8", "int8", "int16", "int32", "int64")
+
+# The C text of each parameter, by name; a parameter that the call leaves None is absent.
+Texts: TypeAlias = Mapping[str, str]
+Values: TypeAlias = Mapping[str, Arg]
+Expression: TypeAlias = Callable[[Values, Texts], str]
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operator.
+
+    `result` is "float" or "bool". A function `f` that `expr` calls and that CUDA does not have
+    is templates/device/f.cuh. `domain` bounds the values that its tests draw, `attrs` gives test
+    values for scalar arguments. `accepts` says which constant arguments the row covers.
+    `dense_result` marks what PyTorch lays out densely whatever its operands' strides.
+    """
+
+    name: str
+    params: str
+    expr: str | Expression
+    result: str = "float"
+    domain: tuple[float, float] = (-20.0, 20.0)
+    attrs: Mapping[str, float | str | bool | None] | None = None
+    accepts: Callable[[Values], bool] | None = None
+    dense_result: bool = False
+    formula: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.params.split())
+
+    def values(self, node: Node) -> Values:
+        """The node's arguments under the row's own names."""
+        return {name: arg.value for name, arg in zip(self.names, node.args, strict=False)}
+
+    def text(self, node: Node, texts: Texts) -> str:
+        """The C expression of `node`, each parameter replaced by its text."""
+        values = self.values(node)
+        expr = self.expr if isinstance(self.expr, str) else self.expr(values, texts)
+        return re.sub(r"\b[A-Za-z_]\w*\b", lambda match: texts.get(match[0], match[0]), expr)
+
+
+def find(node: Node) -> Op | None:
+    """The row for a node; an in-place call has its functional operator's row."""
+    packet = node.packet
+    return REGISTRY.get(packet) or REGISTRY.get(packet.removesuffix("_"))
+
+
+def why_not(node: Node, graph: Graph) -> str | None:
+    """Why `node` cannot be part of a pointwise kernel, or None when it can."""
+    op = find(node)
+    if op is None:
+        return "no pointwise operator"
+    if len(node.outputs) != 1:
+        return "writes into given tensors"
+    (output,) = node.outputs
+    operands = [graph.tensors[name] for name in node.reads if name in graph.tensors]
+    if reason := _dtype_reason(op, output, operands):
+        return reason
+    values = op.values(node)
+    if len(node.args) > len(op.names) and any(not a.default for a in node.args[len(op.names) :]):
+        return "an argument that its row does not know"
+    if op.accepts is not None and not op.accepts(values):
+        return "constant arguments that its row does not cover"
+    if not all(_scalar_or_tensor(value) for value in values.values()):
+        return "an argument that is no number"
+    return None
+
+
+def _scalar_or_tensor(value: Arg) -> bool:
+    return value is None or isinstance(value, Ref | Live | Literal | bool | int | float | str)
+
+
+def _dtype_reason(op: Op, output: Tensor, operands: list[Tensor]) -> str | None:
+    allowed = (*FLOATS, *INTEGERS, "bool")
+    dtypes = [tensor.dtype for tensor in operands]
+    if any(dtype not in allowed for dtype in dtypes):
+        return "operands of " + ", ".join(sorted(set(dtypes)))
+    wanted = FLOATS if op.result == "float" else ("bool",)
+    if output.dtype not in wanted:
+        return f"a result of {output.dtype}"
+    exact = all(dtype == "bool" for dtype in dtypes)
+    if not any(dtype in FLOATS for dtype in dtypes) and not (exact and op.result == "bool"):
+        return "operands of " + ", ".join(sorted(set(dtypes)))
+    return None
+
+
+def _registry() -> dict[str, Op]:
+    from modelnew.ops import activations, arithmetic, logic, unary
+
+    rows: dict[str, Op] = {}
+    for module in (arithmetic, unary, activations, logic):
+        for row in module.ROWS:
+            if row.name in rows:
+                raise ValueError(f"operator {row.name} has two rows")
+            rows[row.name] = row
+    return rows
+
+
+REGISTRY: Mapping[str, Op] = _registry()

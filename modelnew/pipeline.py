@@ -1,0 +1,48 @@
+"""The stages in a row: a reference file to its solution's text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from modelnew import invariants
+from modelnew.ir import Plan
+from modelnew.plan import plan
+from modelnew.reference import Reference, load
+from modelnew.render import Options, render
+from modelnew.trace import trace
+
+
+@dataclass(frozen=True)
+class Generated:
+    """A reference with its plan and the text of its solution file."""
+
+    reference: Reference
+    plan: Plan
+    text: str
+
+
+def generate(path: Path, overrides: Mapping[str, str], options: Options) -> Generated:
+    """Runs every stage on one file. Raises ModelNewError with what to do when one cannot."""
+    reference, made = planned(path, overrides)
+    return Generated(reference, made, render(reference, made, options))
+
+
+def planned(path: Path, overrides: Mapping[str, str]) -> tuple[Reference, Plan]:
+    """The stages up to the plan, each followed by its invariants."""
+    reference = load(path, overrides)
+    graph = trace(reference)
+    invariants.check_graph(graph)
+    made = plan(graph)
+    invariants.check_plan(made)
+    return reference, made
+
+
+def reference_files(paths: Sequence[Path]) -> Iterator[Path]:
+    """The files among `paths`, folders opened: *.py in name order, private names left out."""
+    for path in paths:
+        if path.is_dir():
+            yield from sorted(p for p in path.glob("*.py") if not p.name.startswith("_"))
+        else:
+            yield path

@@ -1,0 +1,327 @@
+"""Renders a Plan to the text of a solution file, and checks that text."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import jinja2
+
+from modelnew import __version__, emit, tune
+from modelnew.ir import Library, ModelNewError, Plan, Pointwise, Tensor
+from modelnew.ops import FLOATS
+from modelnew.reference import Reference
+from modelnew.source import Constructor, constructor
+
+TEMPLATES = Path(__file__).resolve().parent.parent / "templates"
+
+C_INCLUDES = ("cuda_bf16.h", "cuda_fp16.h", "math.h")
+BROADCAST_INCLUDES = ("ATen/native/TypeProperties.h", "ATen/ops/empty_strided.h")
+HOST_INCLUDES = (
+    "c10/cuda/CUDAException.h",
+    "c10/cuda/CUDAGuard.h",
+    "c10/cuda/CUDAStream.h",
+    "torch/csrc/Exceptions.h",
+    "torch/csrc/utils/pybind.h",
+)
+
+# Words that checkers of benchmark harnesses refuse anywhere outside `#` and `//` comments.
+BANNED = (
+    r"\btry\s*:", r"\bexcept\s*:", r"\bexcept\s+\w+", r"\bpass\b", r"threading", r"multiprocessing",
+    r"concurrent\.futures", r"_make_subclass", r"```", r"__file__", r"from __future__",
+    r"torch\.cuda\.Stream", r"PYBIND11_MODULE", r"use_fast_math", r"-std=", r"gridDim\.[yz]",
+    r"blockIdx\.[yz]", r"\.contiguous\(\)\s*\.data_ptr", r"cudaMalloc\b", r"Synchronize\(",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to render: dtypes to instantiate kernels for, and the GPU that heuristics tune for."""
+
+    dtypes: tuple[str, ...] = FLOATS
+    target: str = "h200"
+
+
+@dataclass(frozen=True)
+class File:
+    """The context of solution.py.jinja."""
+
+    header: tuple[str, ...]
+    imports: tuple[str, ...]
+    definitions: tuple[str, ...]
+    kernels: tuple[emit.Kernel, ...]
+    shared: str
+    cuda: str
+    cpp: str
+    extension: str
+    functions: str
+    checks: bool
+    model: str
+
+
+def options(dtypes: str, target: str) -> Options:
+    """Options from the command line's texts. Raises ModelNewError naming what is known."""
+    names = tuple(name.strip() for name in dtypes.split(",") if name.strip())
+    unknown = [name for name in names if name not in FLOATS]
+    if unknown or not names:
+        raise ModelNewError(f"--dtypes {dtypes}: choose among {', '.join(FLOATS)}")
+    tune.target(target)
+    return Options(tuple(dict.fromkeys(names)), target)
+
+
+def render(ref: Reference, plan: Plan, chosen: Options | None = None) -> str:
+    """The solution file's text. Raises ModelNewError when it would break a rule of section 3."""
+    chosen = chosen or Options()
+    kernels = tuple(emit.kernel(step) for step in plan.kernels)
+    source = constructor(ref.tree, str(ref.path))
+    shared, cuda, cpp = "", "", ""
+    if kernels:
+        shared = _shared(kernels)
+        cuda, cpp = fold(_cuda(plan, kernels, chosen)), fold(_cpp(kernels, chosen))
+    digest = hashlib.sha256((shared + cuda + cpp).encode()).hexdigest()[:12]
+    stem = re.sub(r"\W|^(?=\d)", "_", ref.path.stem)
+    model = fold(_model(plan, kernels, source))
+    file = File(
+        header=tuple(_header(ref, plan)),
+        imports=tuple(_imports(source, bool(kernels))),
+        definitions=source.definitions,
+        kernels=kernels,
+        shared=shared,
+        cuda=cuda,
+        cpp=cpp,
+        extension=f"{stem}_{digest}",
+        functions=", ".join(f'"{k.name}_forward"' for k in kernels),
+        checks="_check(" in model,
+        model=model,
+    )
+    text = _environment().get_template("solution.py.jinja").render(f=file)
+    lint(text, str(ref.path))
+    return text
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+
+
+def device_text(name: str) -> str:
+    """The text of one file of templates/device."""
+    return (TEMPLATES / "device" / f"{name}.cuh").read_text(encoding="ascii")
+
+
+def device_functions(calls: Sequence[str]) -> list[str]:
+    """Those of `calls` that templates/device defines, each after the functions it calls itself."""
+    found: dict[str, None] = {}
+    for name in calls:
+        if (TEMPLATES / "device" / f"{name}.cuh").exists():
+            inner = re.findall(r"(\w+)\(", device_text(name))
+            found.update(dict.fromkeys(device_functions([i for i in inner if i != name])))
+            found[name] = None
+    return list(found)
+
+
+def _shared(kernels: Sequence[emit.Kernel]) -> str:
+    template = _environment().get_template("operands.h.jinja")
+    return template.render(operands=max(k.count for k in kernels), broadcast=_broadcast(kernels))
+
+
+def _broadcast(kernels: Sequence[emit.Kernel]) -> bool:
+    """Whether a kernel has several operands to bring together; with one input all is simpler."""
+    return any(k.count > 2 or {o.ctype for o in k.operands} != {"T"} for k in kernels)
+
+
+def _cuda(plan: Plan, kernels: Sequence[emit.Kernel], options: Options) -> str:
+    launch = tune.pointwise(plan.kernels[0], tune.target(options.target))
+    functions = device_functions([call for k in kernels for call in k.calls])
+    space = "broadcast" if _broadcast(kernels) else "single"
+    template = _environment().get_template("pointwise.cu.jinja")
+    dtypes = [emit.dtype(name, launch.vec_bytes) for name in options.dtypes]
+    parts = [
+        "".join(f"#include <{name}>\n" for name in C_INCLUDES),
+        f"constexpr int kThreads = {launch.threads};\n",
+        *map(device_text, ["storage", "pack", space, "run", *functions]),
+        *(template.render(k=k, dtypes=dtypes) for k in kernels),
+    ]
+    return "\n".join(parts)
+
+
+def _cpp(kernels: Sequence[emit.Kernel], options: Options) -> str:
+    dtypes = [emit.dtype(name, 16) for name in options.dtypes]
+    template = _environment().get_template("pointwise.cpp.jinja")
+    broadcast = _broadcast(kernels)
+    supported = " || ".join(f"dtype == {d.at_type}" for d in dtypes)
+    host = _environment().get_template("host.cpp.jinja")
+    includes = ("ATen/TensorIterator.h", *(BROADCAST_INCLUDES if broadcast else ()), *HOST_INCLUDES)
+    parts = [
+        "".join(f"#include <{name}>\n" for name in includes),
+        host.render(
+            broadcast=broadcast,
+            several=any(not k.single_float_output for k in kernels),
+            dtypes=dtypes,
+            supported=supported,
+        ),
+        *(template.render(k=k, broadcast=broadcast) for k in kernels),
+    ]
+    return "\n".join(parts)
+
+
+def _imports(source: Constructor, with_kernels: bool) -> list[str]:
+    own = [line for line in source.imports if line not in ("import torch",)]
+    lines = ["import torch", *own]
+    if with_kernels:
+        lines.append("from torch.utils.cpp_extension import load_inline")
+    return lines
+
+
+def fold(text: str) -> str:
+    """Breaks code lines of over 100 columns after commas inside their outermost brackets."""
+    return "\n".join(piece for line in text.split("\n") for piece in _folded(line))
+
+
+def _folded(line: str) -> list[str]:
+    indent = len(line) - len(line.lstrip())
+    if len(line) <= emit.WIDTH or line.lstrip().startswith(("//", "#")):
+        return [line]
+    depth, quoted, last = 0, False, 0
+    for column, character in enumerate(line[: emit.WIDTH]):
+        quoted ^= character == '"' and line[column - 1] != "\\"
+        depth += 0 if quoted else (character in "([{") - (character in ")]}")
+        if not quoted and depth > 0 and character == "," and line[column + 1 : column + 2] == " ":
+            last = column + 1
+    if not last:
+        return [line]
+    # What follows stays inside the brackets, so it may itself be folded at any comma.
+    rest = " " * (indent + 4) + line[last:].strip()
+    return [line[:last], *_folded_rest(rest)]
+
+
+def _folded_rest(line: str) -> list[str]:
+    if len(line) <= emit.WIDTH:
+        return [line]
+    cut = line.rfind(", ", 0, emit.WIDTH)
+    if cut < 0:
+        return [line]
+    indent = len(line) - len(line.lstrip())
+    return [line[: cut + 1], *_folded_rest(" " * indent + line[cut + 2 :])]
+
+
+# --- header ---------------------------------------------------------------------------------
+
+
+def _header(ref: Reference, plan: Plan) -> list[str]:
+    lines = [
+        f"ModelNew for {ref.path.name}, generated by modelnew {__version__}.",
+        f"Reference sha256: {ref.sha256}",
+    ]
+    if ref.overrides:
+        lines.append("With " + ", ".join(f"{k} = {v}" for k, v in ref.overrides.items()))
+    if not plan.kernels:
+        lines.append("No kernel was generated: every step is a call of PyTorch's own operators.")
+    return [*lines, "", "Plan, for the shapes it was traced with:", *_plan_lines(plan)]
+
+
+def _plan_lines(plan: Plan) -> list[str]:
+    lines = []
+    for step in plan.steps:
+        match step:
+            case Pointwise():
+                made = f"{_shapes(step.writes)}, {_amount(step.bytes)}"
+                lines += [f"  kernel {step.name}: {made}"]
+                lines += [f"    {line}" for line in emit.formula(step)]
+            case Library():
+                name = step.node.op.removesuffix(".default")
+                lines.append(f"  PyTorch {name}: {_shapes(step.node.outputs)}".rstrip(": "))
+    return lines
+
+
+def rows(plan: Plan) -> list[str]:
+    """The plan as a table: one row a step."""
+    table = [("step", "what it does", "result", "traffic")]
+    for step in plan.steps:
+        match step:
+            case Pointwise():
+                table.append(
+                    (f"kernel {step.name}", emit.formula_text(step), _shapes(step.writes),
+                     _amount(step.bytes))
+                )  # fmt: skip
+            case Library():
+                table.append(
+                    ("PyTorch", step.node.op.removesuffix(".default"), _shapes(step.node.outputs),
+                     "")
+                )  # fmt: skip
+    widths = [max(len(row[column]) for row in table) for column in range(4)]
+    return ["  " + "  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) for r in table]
+
+
+def _shapes(tensors: Sequence[Tensor]) -> str:
+    return ", ".join(f"{t.dtype}[{', '.join(map(str, t.shape))}]" for t in tensors)
+
+
+def _amount(count: int) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} B"
+
+
+# --- the class ------------------------------------------------------------------------------
+
+
+def _model(plan: Plan, kernels: Sequence[emit.Kernel], source: Constructor) -> str:
+    lines = [f"class ModelNew({source.bases}):"]
+    members = list(source.members) or ["def __init__(self):\n    super().__init__()"]
+    checks = [
+        f'    _check("{guard.text}", {guard.text}, {guard.value})' for guard in plan.graph.arguments
+    ]
+    for member in members:
+        body = member.splitlines()
+        if member.startswith("def __init__"):
+            body += checks
+        lines += ["", *("    " + line if line else line for line in body)]
+    signature = source.signature
+    lines += ["", f"    def forward({signature}):"]
+    if plan.graph.training is not None:
+        lines.append(f'        _check("self.training", self.training, {plan.graph.training})')
+    for guard in plan.graph.pins:
+        lines.append(f'        _check("{guard.text}", {guard.text}, {guard.value})')
+    lines += ["        " + line for line in emit.forward_lines(plan, kernels)]
+    start = 0 if lines[1] else 1
+    return "\n".join([lines[0], *lines[1 + start :]])
+
+
+# --- lint -----------------------------------------------------------------------------------
+
+
+def lint(text: str, path: str) -> None:
+    """Raises ModelNewError when a rendered file breaks a rule that harnesses or readers rely on."""
+    if not text.isascii():
+        raise ModelNewError(f"{path}: the reference has non-ASCII text where the file needs it")
+    bare = "\n".join(line.split("#")[0].split("//")[0] for line in text.splitlines())
+    for pattern in BANNED:
+        if found := re.search(pattern, bare):
+            raise ModelNewError(
+                f"{path}: the file would contain {found[0]!r}, which harness checkers refuse: "
+                "keep it out of the constructor and of what it uses"
+            )
+    tree = ast.parse(text)
+    for node in tree.body:
+        names = []
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names = [node.name]
+        elif isinstance(node, ast.Assign):
+            names = [t.id for t in node.targets if isinstance(t, ast.Name)]
+        for name in names:
+            if not name.startswith("_") and name != "ModelNew":
+                raise ModelNewError(f"{path}: the file would define the global {name}")

@@ -1,0 +1,318 @@
+"""Finds what a trace depends on: attributes that can stay live, sizes and arguments that cannot.
+
+A traced graph holds plain numbers. Which of them came from an attribute, from an input's size or
+from a constructor argument is learnt by tracing again with that one thing changed and comparing:
+a number that follows the change stays live, a graph that changes in another way is guarded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from modelnew.ir import Arg, Graph, Guard, Live, ModelNewError, Node
+from modelnew.live import LiveTable
+from modelnew.reference import Reference, attribute_text
+
+if TYPE_CHECKING:
+    from modelnew.trace import Leaf
+
+TraceOnce: TypeAlias = "Callable[[torch.nn.Module, Sequence[Leaf]], Graph]"
+
+
+def specialize(ref: Reference, base: Graph, trace_once: TraceOnce, leaves: Sequence[Leaf]) -> Graph:
+    """`base` with Live numbers, and guards for everything else that it was traced for."""
+    found = _with_live(ref, base, trace_once, leaves, _scalar_attributes(ref))
+    numbers = tuple(
+        Guard(leaf.text, repr(leaf.value))
+        for leaf in leaves
+        if not isinstance(leaf.value, torch.Tensor) and leaf.text in found.baked
+    )
+    sizes = tuple(_size_pins(ref, base, trace_once, leaves))
+    return replace(
+        base,
+        nodes=found.nodes,
+        arguments=tuple(_argument_guards(ref, found.baked)),
+        pins=numbers + found.conditions + sizes,
+    )
+
+
+# --- attributes -----------------------------------------------------------------------------
+
+
+def _attributes(model: torch.nn.Module) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """(text, name, namespace) of each plain attribute of each module of `model`."""
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if not name.startswith("_") and not isinstance(value, torch.Tensor):
+                full = f"{path}.{name}" if path else name
+                yield attribute_text(full), name, vars(module)
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+
+
+def _perturbed(value: Any) -> float:
+    return float(value) * 0.9375 if value else 0.0625
+
+
+def _changes(ref: Reference, name: str, value: Any) -> tuple[set[str], bool]:
+    """What another value of one constructor argument changes in the model.
+
+    Returns the texts of the numeric attributes that differ, and whether nothing else does:
+    parameter shapes, module types and every other attribute are the same.
+    """
+    arguments = ref.arguments()
+    try:
+        model = ref.build(**{**arguments, name: value})
+    except Exception:  # the constructor refuses it: this argument is no plain number
+        return set(), False
+    mine = {text: space[key] for text, key, space in _attributes(ref.model)}
+    theirs = {text: space[key] for text, key, space in _attributes(model)}
+    shapes = [
+        [(key, tuple(tensor.shape)) for key, tensor in each.state_dict().items()]
+        for each in (ref.model, model)
+    ]
+    types = [[(key, type(m)) for key, m in each.named_modules()] for each in (ref.model, model)]
+    if shapes[0] != shapes[1] or types[0] != types[1] or mine.keys() != theirs.keys():
+        return set(), False
+    differ = {text for text in mine if not _equal(mine[text], theirs[text])}
+    return differ, all(_is_number(mine[t]) and _is_number(theirs[t]) for t in differ)
+
+
+def _equal(left: Any, right: Any) -> bool:
+    if left is right:
+        return True
+    try:
+        return type(left) is type(right) and bool(left == right)
+    except Exception:  # objects without a usable equality count as different
+        return False
+
+
+def _numeric_arguments(ref: Reference) -> Iterator[tuple[str, Any]]:
+    for name, value in ref.arguments().items():
+        if _is_number(value):
+            yield name, value
+
+
+def _scalar_attributes(ref: Reference) -> set[str]:
+    """Texts of the attributes that may stay live.
+
+    Every float is a candidate, and an int that follows a constructor argument for which a float
+    can stand in: `Model(scale=2)` is a scalar, the 2 of a kernel size is not.
+    """
+    found = {text for text, name, space in _attributes(ref.model) if type(space[name]) is float}
+    for name, value in _numeric_arguments(ref):
+        differ, only = _changes(ref, name, _perturbed(value))
+        if only:
+            found |= differ
+    return {
+        text
+        for text, name, space in _attributes(ref.model)
+        if text in found and _is_number(space[name])
+    }
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Nodes with Live numbers, the texts of numbers that stay constants, conditions that held."""
+
+    nodes: tuple[Node, ...]
+    baked: frozenset[str]
+    conditions: tuple[Guard, ...] = ()
+
+
+def _with_live(
+    ref: Reference,
+    base: Graph,
+    trace_once: TraceOnce,
+    leaves: Sequence[Leaf],
+    scalars: set[str],
+) -> _Found:
+    inputs = {leaf.text for leaf in leaves if not isinstance(leaf.value, torch.Tensor)}
+    floats = {leaf.text for leaf in leaves if type(leaf.value) is float}
+    for candidates in (scalars | floats, floats):
+        table = LiveTable()
+        model = ref.build(*ref.init_inputs)
+        for text, name, space in list(_attributes(model)):
+            if text in candidates:
+                space[name] = table.sentinel(space[name], text)
+        given = [
+            replace(leaf, value=table.sentinel(leaf.value, leaf.text))
+            if leaf.text in candidates and _is_number(leaf.value)
+            else leaf
+            for leaf in leaves
+        ]
+        try:
+            probe = trace_once(model, given)
+        except ModelNewError:
+            continue
+        matched = match_nodes(base.nodes, probe.nodes, table)
+        if matched is not None and probe.output == base.output:
+            nodes, unknown = matched
+            baked = (scalars | floats) if unknown else table.observed | (scalars - candidates)
+            conditions = tuple(Guard(text, repr(held)) for text, held in table.conditions.items())
+            return _Found(nodes, frozenset(baked | (inputs - floats)), conditions)
+    return _Found(base.nodes, frozenset(scalars | inputs))
+
+
+def match_nodes(
+    base: Sequence[Node], probe: Sequence[Node], table: LiveTable
+) -> tuple[tuple[Node, ...], bool] | None:
+    """`base` with each number that differs in `probe` made Live; None if more than numbers differ.
+
+    The flag says that some number differs although no recorded expression gives it.
+    """
+    if len(base) != len(probe):
+        return None
+    nodes, unknown = [], False
+    for left, right in zip(base, probe, strict=True):
+        if left.op.rsplit(".", 1)[0] != right.op.rsplit(".", 1)[0]:
+            return None
+        if [a.name for a in left.args] != [a.name for a in right.args]:
+            return None
+        args = []
+        for mine, theirs in zip(left.args, right.args, strict=True):
+            merged = _merge(mine.value, theirs.value, table)
+            if merged is _Mismatch:
+                return None
+            unknown = unknown or merged is _Unknown
+            value = mine.value if merged is _Unknown else merged
+            args.append(replace(mine, value=value, default=mine.default and theirs.default))
+        nodes.append(replace(left, args=tuple(args)))
+    return tuple(nodes), unknown
+
+
+class _Mismatch:
+    """Marks arguments of another kind."""
+
+
+class _Unknown:
+    """Marks a number that changed although no recorded expression gives it."""
+
+
+def _merge(mine: Any, theirs: Any, table: LiveTable) -> Any:
+    if isinstance(mine, tuple) and isinstance(theirs, tuple) and len(mine) == len(theirs):
+        items = [_merge(a, b, table) for a, b in zip(mine, theirs, strict=True)]
+        for marker in (_Mismatch, _Unknown):
+            if marker in items:
+                return marker
+        return tuple(items)
+    if _equal(mine, theirs):
+        return mine
+    if type(theirs) is float and type(mine) in (int, float):
+        text = table.texts.get(theirs)
+        return Live(text, float(mine)) if text else _Unknown
+    return _Mismatch
+
+
+# --- constructor arguments ------------------------------------------------------------------
+
+
+def _argument_guards(ref: Reference, baked: frozenset[str]) -> Iterator[Guard]:
+    """A guard for every constructor argument that is not proven live or without effect."""
+    for name, value in ref.arguments().items():
+        if _is_number(value):
+            differ, only = _changes(ref, name, _perturbed(value))
+            if only and not differ & baked:
+                continue
+        text = repr(value)
+        if "<" in text or isinstance(value, torch.Tensor):
+            continue  # an object without a literal form cannot be compared in the file
+        yield Guard(name, text)
+
+
+# --- sizes ----------------------------------------------------------------------------------
+
+
+Place: TypeAlias = "tuple[str, int]"
+
+
+def _size_pins(
+    ref: Reference, base: Graph, trace_once: TraceOnce, leaves: Sequence[Leaf]
+) -> Iterator[Guard]:
+    """A guard for each input size on which the graph depends, or might depend."""
+    places = {
+        (leaf.text, dim): size
+        for leaf in leaves
+        if isinstance(leaf.value, torch.Tensor)
+        for dim, size in enumerate(leaf.value.shape)
+    }
+    free = _free_places(ref, base, trace_once, leaves, places)
+    for (text, dim), size in places.items():
+        if (text, dim) not in free:
+            yield Guard(f"{text}.shape[{dim}:{dim + 1}]", f"({size},)")
+
+
+def _free_places(
+    ref: Reference,
+    base: Graph,
+    trace_once: TraceOnce,
+    leaves: Sequence[Leaf],
+    places: dict[Place, int],
+) -> set[Place]:
+    rank = {leaf.text: leaf.value.dim() for leaf in leaves if isinstance(leaf.value, torch.Tensor)}
+
+    def independent(groups: Sequence[frozenset[Place]]) -> bool:
+        sizes = dict(places)
+        for number, group in enumerate(groups):
+            for place in group:
+                sizes[place] = places[place] + 1 + number if places[place] > 1 else 1
+        _broadcast_ones(places, sizes, rank)
+        given = [_resized(ref, leaf, sizes) for leaf in leaves]
+        try:
+            graph = trace_once(ref.model, given)
+        except ModelNewError:
+            return False
+        return graph.output == base.output and same_calls(graph.nodes, base.nodes)
+
+    by_value: dict[Any, set[Place]] = {}
+    by_axis: dict[Any, set[Place]] = {}
+    for (text, dim), size in places.items():
+        by_value.setdefault(size, set()).add((text, dim))
+        by_axis.setdefault((size, dim - rank[text]), set()).add((text, dim))
+    splits = [[frozenset(g) for g in by.values()] for by in (by_axis, by_value)]
+    for groups in splits:
+        if independent(groups):
+            return set(places)
+    alone = [group for groups in splits for group in groups if independent([group])]
+    disjoint: list[frozenset[Place]] = []
+    for group in sorted(alone, key=len, reverse=True):
+        if not any(group & other for other in disjoint) and independent([*disjoint, group]):
+            disjoint.append(group)
+    return set().union(*disjoint)
+
+
+def _broadcast_ones(
+    places: dict[Place, int], sizes: dict[Place, int], rank: dict[str, int]
+) -> None:
+    """Gives a dimension of size 1 the new size of what it is broadcast against."""
+    for (text, dim), size in places.items():
+        if size == 1:
+            axis = dim - rank[text]
+            partners = [
+                sizes[t, d] for (t, d), s in places.items() if d - rank[t] == axis and s > 1
+            ]
+            sizes[text, dim] = partners[0] if partners else 1
+
+
+def _resized(ref: Reference, leaf: Leaf, sizes: dict[Place, int]) -> Leaf:
+    if not isinstance(leaf.value, torch.Tensor):
+        return leaf
+    shape = [sizes[leaf.text, dim] for dim in range(leaf.value.dim())]
+    with ref.fake_mode:
+        return replace(leaf, value=leaf.value.new_empty(shape))
+
+
+def same_calls(left: Sequence[Node], right: Sequence[Node]) -> bool:
+    """Whether two traces make the same calls with the same arguments, whatever the shapes."""
+
+    def calls(nodes: Sequence[Node]) -> list[tuple[str, tuple[Arg, ...]]]:
+        return [(node.op, tuple(argument.value for argument in node.args)) for node in nodes]
+
+    return calls(left) == calls(right)

@@ -1,0 +1,1 @@
+__device__ inline float siluf(float x) { return x * sigmoidf(x); }

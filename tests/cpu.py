@@ -1,0 +1,215 @@
+"""Runs solution files end to end on the CPU: their own kernels, launchers, host code and class.
+
+The C++ and CUDA text that a file hands to load_inline is compiled by g++ against the stand-in
+headers of tests/cpu_runtime. Two things are changed in it: `kernel<<<...>>>(...)` becomes a call
+that runs the threads one after another, and `is_cuda()` becomes `is_cpu()`. Kernels are built with
+UndefinedBehaviorSanitizer, so that a misaligned access or an index out of bounds raises.
+
+torch's headers cost g++ about 15 s whatever follows them, so all files of a run are built together,
+each in its own namespace. Objects are kept under the hash of all that they are made from.
+What this cannot show: kernels whose threads work together, and an `#include` that is missing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.machinery
+import importlib.util
+import os
+import re
+import subprocess
+import sysconfig
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils import cpp_extension
+
+from modelnew.doctor import find_nvcc
+
+RUNTIME = Path(__file__).resolve().parent / "cpu_runtime"
+CHECKS = "alignment,bounds,bool,enum,integer-divide-by-zero,null,shift,signed-integer-overflow"
+KERNEL_FLAGS = ("-O1", f"-fsanitize={CHECKS}")
+ADDRESS_FLAGS = ("-fsanitize=address",)
+
+_LAUNCH = re.compile(r"(\w+)<<<(.+?),\s*(\w+),\s*0,\s*stream>>>\(")
+_INCLUDE = re.compile(r"^#include .*$", re.MULTILINE)
+
+Namespace = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What one solution file asks load_inline to build."""
+
+    cpp: str
+    cuda: str
+    functions: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return "s_" + _digest([self.cpp, self.cuda, *self.functions])
+
+
+def sources(text: str) -> Sources | None:
+    """What `text` asks load_inline to build; None when it has no kernels."""
+    asked: list[Sources] = []
+
+    def record(*, cpp_sources: str, cuda_sources: str, functions: list[str], **_: Any) -> None:
+        asked.append(Sources(cpp_sources, cuda_sources, tuple(functions)))
+
+    _execute(text, record)
+    return asked[0] if asked else None
+
+
+def build(groups: Sequence[Iterable[str]], folder: Path, *, address: Collection[int] = ()) -> Path:
+    """One extension with the kernels of all texts, those of a group in one translation unit.
+
+    The groups whose numbers are in `address` are built with AddressSanitizer too.
+    """
+    seen: dict[str, Sources] = {}
+    units: list[tuple[str, Sequence[str]]] = []
+    for number, group in enumerate(groups):
+        found = {s.name: s for s in map(sources, group) if s is not None and s.name not in seen}
+        seen |= found
+        flags = (*KERNEL_FLAGS, *(ADDRESS_FLAGS if number in address else ()))
+        units.append((_kernel_unit(list(found.values())), flags))
+    units.insert(0, (_host_unit(list(seen.values())), ("-O0",)))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(lambda unit: _object(*unit, folder), units))
+    return _linked(objects, ADDRESS_FLAGS if address else (), folder)
+
+
+def load_on_cpu(text: str, folder: Path, extension: Path | None = None) -> Namespace:
+    """Executes a solution file and returns its globals.
+
+    `extension` is what `build` gave for a collection that `text` is part of; without it the file
+    is built alone.
+    """
+    asked = sources(text)
+    if asked is None:
+        return _execute(text, None)
+    module = _imported(extension or build([[text]], folder))
+    return _execute(text, lambda **_: getattr(module, asked.name))
+
+
+def address_sanitizer() -> Path | None:
+    """The run-time library that a process with such an extension has to preload."""
+    answer = subprocess.run(
+        ["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
+    )
+    path = Path(answer.stdout.strip())
+    return path.resolve() if path.is_absolute() else None
+
+
+def _execute(text: str, load_inline: Callable[..., Any] | None) -> Namespace:
+    namespace: Namespace = {"__name__": "solution"}
+    with mock.patch.object(cpp_extension, "load_inline", load_inline):
+        exec(compile(text, "<solution>", "exec"), namespace)
+    return namespace
+
+
+def _digest(parts: Sequence[str]) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _host_unit(every: Sequence[Sources]) -> str:
+    """The host wrappers with their bindings, a submodule for each file."""
+    lines = [
+        line
+        for s in every
+        for function in s.functions
+        for line in [f'    bind({s.name}, "{function}", &{s.name}::{function});']
+    ]
+    bodies = [(s.name, s.cpp.replace("is_cuda()", "is_cpu()")) for s in every]
+    return "\n".join(
+        [
+            _in_namespaces(bodies),
+            "PYBIND11_MODULE(TORCH_EXTENSION_NAME, root) {",
+            "    auto bind = [](pybind11::module& m, const char* name, auto function) {",
+            "        m.def(name, torch::wrap_pybind_function(function), name);",
+            "    };",
+            *(f'    pybind11::module {s.name} = root.def_submodule("{s.name}");' for s in every),
+            *lines,
+            "}\n",
+        ]
+    )
+
+
+def _kernel_unit(every: Sequence[Sources]) -> str:
+    launch = r"cpu_runtime::launch_kernel(\1, \2, \3, "
+    bodies = [(s.name, _LAUNCH.sub(launch, s.cuda)) for s in every]
+    assert not any("<<<" in body for _, body in bodies), "a launch of a form that is not known here"
+    return "#include <cuda_on_cpu.h>\n" + _in_namespaces(bodies)
+
+
+def _in_namespaces(bodies: Sequence[tuple[str, str]]) -> str:
+    includes = dict.fromkeys(line for _, body in bodies for line in _INCLUDE.findall(body))
+    spaces = [f"namespace {name} {{\n{_INCLUDE.sub('', body)}}}" for name, body in bodies]
+    return "\n".join([*includes, *spaces, ""])
+
+
+@cache
+def _toolkit() -> Path:
+    """The toolkit's folder, asked of nvcc itself: the one on PATH may be a script elsewhere."""
+    nvcc = find_nvcc()
+    assert nvcc is not None, "no CUDA toolkit, whose headers are needed: see generate.py doctor"
+    done = subprocess.run([nvcc, "--dryrun", "x.cu"], capture_output=True, text=True, check=True)
+    top = re.search(r"^#\$ TOP=(.+)$", done.stderr, re.MULTILINE)
+    assert top is not None, done.stderr
+    return Path(top[1])
+
+
+def _include_flags() -> list[str]:
+    folders = [
+        *cpp_extension.include_paths(),
+        sysconfig.get_path("include"),
+        str(_toolkit() / "include"),
+    ]
+    return [f"-I{RUNTIME}", *(f"-isystem{folder}" for folder in folders)]
+
+
+def _object(text: str, flags: Sequence[str], folder: Path) -> Path:
+    headers = [path.read_text() for path in sorted(RUNTIME.rglob("*.h"))]
+    name = _digest([text, *flags, *headers, torch.__version__])
+    target = folder / f"{name}.o"
+    if not target.exists():
+        source = folder / f"{name}.cpp"
+        source.write_text(text)
+        module = "-DTORCH_EXTENSION_NAME=solutions_on_cpu"
+        own = ["-std=c++20", "-fPIC", "-Wall", "-Wno-unknown-pragmas", module, *flags]
+        _compile(["-c", *own, *_include_flags(), str(source)], target)
+    return target
+
+
+def _linked(objects: Sequence[Path], flags: Sequence[str], folder: Path) -> Path:
+    target = folder / f"{_digest([path.name for path in objects])}.so"
+    if not target.exists():
+        folders = [f"-L{folder}" for folder in cpp_extension.library_paths()]
+        libraries = ["-ltorch_python", "-ltorch_cpu", "-lc10"]
+        _compile(["-shared", *flags, *map(str, objects), *folders, *libraries], target)
+    return target
+
+
+def _compile(arguments: Sequence[str], target: Path) -> None:
+    half = target.with_suffix(f".{os.getpid()}{target.suffix}")
+    done = subprocess.run(
+        ["g++", *arguments, "-o", str(half)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"g++ refuses:\n{done.stderr[:4000]}"
+    half.replace(target)
+
+
+def _imported(path: Path) -> ModuleType:
+    loader = importlib.machinery.ExtensionFileLoader("solutions_on_cpu", str(path))
+    spec = importlib.util.spec_from_loader("solutions_on_cpu", loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module

@@ -1,0 +1,110 @@
+// What nvcc would provide: enough of CUDA to run kernels of independent threads on the host.
+#pragma once
+#include <math.h>
+#include <setjmp.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include <bit>
+#include <stdexcept>
+#include <utility>
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#undef __global__
+#undef __device__
+#undef __host__
+#undef __launch_bounds__
+#define __global__
+#define __device__
+#define __host__
+#define __launch_bounds__(...)
+
+inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+inline int __float_as_int(float x) { return std::bit_cast<int>(x); }
+inline unsigned __float_as_uint(float x) { return std::bit_cast<unsigned>(x); }
+inline float __int_as_float(int x) { return std::bit_cast<float>(x); }
+inline float __uint_as_float(unsigned x) { return std::bit_cast<float>(x); }
+inline unsigned __umulhi(unsigned x, unsigned y) { return (uint64_t(x) * y) >> 32; }
+inline float __fmaf_rn(float x, float y, float z) { return fmaf(x, y, z); }
+inline float __fmul_rn(float x, float y) { return x * y; }
+inline float __fadd_rn(float x, float y) { return x + y; }
+inline float __fdiv_rn(float x, float y) { return x / y; }
+template <typename T>
+T __ldg(const T* from) {
+    return *from;
+}
+
+namespace cpu_runtime {
+
+struct Index {
+    unsigned x, y, z;
+};
+inline Index block, thread;
+inline cudaError_t last_error = cudaSuccess;
+inline jmp_buf* launch = nullptr;  // where a fault in a running kernel returns to
+inline char fault[256];
+
+[[noreturn]] inline void report(const char* what, const char* file, unsigned line) {
+    snprintf(fault, sizeof fault, "%s in a kernel, %s:%u", what, file, line);
+    if (launch != nullptr) longjmp(*launch, 1);
+    fprintf(stderr, "%s\n", fault);
+    abort();
+}
+
+template <typename... Parameters>
+void run_threads(void (*kernel)(Parameters...), unsigned grid, unsigned threads,
+                 Parameters... arguments) {
+    for (block = {}; block.x < grid; ++block.x) {
+        for (thread = {}; thread.x < threads; ++thread.x) kernel(arguments...);
+    }
+}
+
+// kernel<<<grid, threads, 0, stream>>>(arguments...): a fault becomes an exception.
+template <typename... Parameters, typename... Arguments>
+void launch_kernel(void (*kernel)(Parameters...), int64_t grid, int64_t threads,
+                   Arguments... arguments) {
+    if (grid <= 0 || grid > INT32_MAX || threads <= 0 || threads > 1024) {
+        last_error = cudaErrorInvalidConfiguration;
+        return;
+    }
+    jmp_buf here;
+    launch = &here;
+    if (setjmp(here) == 0) {
+        run_threads<Parameters...>(kernel, grid, threads, arguments...);
+        launch = nullptr;
+    } else {
+        launch = nullptr;
+        throw std::runtime_error(fault);
+    }
+}
+
+}  // namespace cpu_runtime
+
+#define blockIdx cpu_runtime::block
+#define threadIdx cpu_runtime::thread
+#define cudaGetLastError() std::exchange(cpu_runtime::last_error, cudaSuccess)
+
+// The handlers of -fsanitize=undefined, so that a finding fails its own test and not the process.
+// Each is given the place first: file, line, column.
+struct SanitizedPlace {
+    const char* file;
+    unsigned line, column;
+};
+#define HANDLER(name, text, ...)                                          \
+    extern "C" __attribute__((visibility("hidden"), used)) inline void    \
+        __ubsan_handle_##name(SanitizedPlace* place, ##__VA_ARGS__) {     \
+        cpu_runtime::report(text, place->file, place->line);              \
+    }
+HANDLER(type_mismatch_v1, "misaligned or null access", uintptr_t)
+HANDLER(out_of_bounds, "array index out of bounds", uintptr_t)
+HANDLER(shift_out_of_bounds, "shift out of bounds", uintptr_t, uintptr_t)
+HANDLER(add_overflow, "signed overflow", uintptr_t, uintptr_t)
+HANDLER(sub_overflow, "signed overflow", uintptr_t, uintptr_t)
+HANDLER(mul_overflow, "signed overflow", uintptr_t, uintptr_t)
+HANDLER(negate_overflow, "signed overflow", uintptr_t)
+HANDLER(divrem_overflow, "division by zero or overflow", uintptr_t, uintptr_t)
+HANDLER(load_invalid_value, "load of a value that is no bool or enum", uintptr_t)
+#undef HANDLER

@@ -1,0 +1,95 @@
+"""The gate: what counts as right against float64 truth."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from modelnew import gate
+
+
+def judged(y: Any, r: Any, t: Any, dtype: torch.dtype = torch.float32) -> gate.Verdict:
+    y, r = (torch.as_tensor(x, dtype=dtype) for x in (y, r))
+    return gate.compare(y, r, torch.as_tensor(t, dtype=torch.float64))
+
+
+def test_error_is_allowed_relative_to_the_references_own() -> None:
+    truth = torch.linspace(1, 2, 1000, dtype=torch.float64)
+    near = judged(truth * (1 + 1.9e-5), truth * (1 + 1e-5), truth)
+    assert near.ok
+    assert near.ratio == pytest.approx(0.95, abs=0.02)
+    far = judged(truth * (1 + 2.2e-5), truth * (1 + 1e-5), truth)
+    assert not far.ok
+    assert far.ratio > 1
+    assert "reference" in far.message
+
+
+def test_one_bad_element_among_many_is_found_elementwise() -> None:
+    truth = torch.linspace(1, 2, 100_000, dtype=torch.float64)
+    bent = truth.float()
+    bent[777] *= 1 + 1e-5
+    verdict = gate.compare(bent, truth.float(), truth)
+    assert not verdict.ok
+    assert "elementwise" in verdict.message
+    assert "[777]" in verdict.message
+
+
+def test_a_common_bias_is_found_normwise() -> None:
+    truth = torch.linspace(1, 2, 100_000, dtype=torch.float64)
+    verdict = judged(truth * (1 + 3.5e-7), truth, truth)
+    assert not verdict.ok
+    assert "normwise" in verdict.message
+
+
+@pytest.mark.parametrize(
+    ("y", "r", "t", "dtype", "ok"),
+    [
+        ([math.nan], [math.nan], [math.nan], torch.float32, True),
+        ([0.0], [math.nan], [math.nan], torch.float32, False),
+        ([math.inf], [-math.inf], [-math.inf], torch.float32, False),
+        ([math.nan], [1.0], [1.0], torch.float32, False),
+        ([0.0], [-0.0], [-0.0], torch.float32, False),
+        ([0.0], [-0.0], [-1e-60], torch.float32, True),  # underflow: its sign binds nobody
+        ([3.0], [math.inf], [3.0], torch.float16, True),  # the reference overflows on the way
+        ([math.nan], [math.inf], [7e4], torch.float16, False),
+        ([math.inf], [65504.0], [7e4], torch.float16, True),  # as the truth, rounded
+        ([math.nan], [0.0], [3.0], torch.float32, True),  # the reference has lost every digit
+        ([2.0], [2.0], [2.5], torch.float32, True),
+    ],
+)
+def test_non_finite_results_and_zero_signs(
+    y: list[float], r: list[float], t: list[float], dtype: torch.dtype, ok: bool
+) -> None:
+    assert judged(y, r, t, dtype).ok is ok
+
+
+def test_integers_are_exact_up_to_ties() -> None:
+    r, t = torch.tensor([1, 2, 3]), torch.tensor([1, 2, 4])
+    assert gate.compare(torch.tensor([1, 2, 4]), r, t).ok
+    verdict = gate.compare(torch.tensor([1, 5, 3]), r, t)
+    assert not verdict.ok
+    assert "[1]" in verdict.message
+
+
+def test_metadata_is_compared_but_not_strides_that_do_not_matter() -> None:
+    a = torch.zeros(3, 1, 4)
+    b = torch.as_strided(torch.zeros(12), (3, 1, 4), (4, 77, 1))
+    assert gate.compare(a, b, b.double()).ok
+    assert "dtype" in gate.compare(a.double(), b, b.double()).message
+    assert "strides" in gate.compare(a.mT.contiguous().mT, torch.zeros(3, 2, 4)[:, :1], a).message
+    assert "structure" in gate.compare((a, a), [a], [a]).message
+    assert gate.compare({"a": [a]}, {"a": [a]}, {"a": [a]}).ok
+
+
+def test_chunks_give_what_one_piece_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(3)
+    truth = torch.randn(40, 50, dtype=torch.float64, generator=generator)
+    bent = truth.float() * (1 + 1e-5 * torch.rand(40, 50, generator=generator))
+    whole = gate.compare(bent.t(), truth.float().t(), truth.t())
+    monkeypatch.setattr(gate, "CHUNK", 77)
+    parts = gate.compare(bent.t(), truth.float().t(), truth.t())
+    assert parts.ratio == pytest.approx(whole.ratio, rel=1e-12)
+    assert parts.message == whole.message

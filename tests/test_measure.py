@@ -1,0 +1,371 @@
+"""The measuring half on the CPU: every planted fault is found by the check meant for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from planted import (
+    FAULTS,
+    LAYER_FAULTS,
+    LAYERS,
+    LAYERS_NEW,
+    POINTWISE,
+    examine,
+    pointwise,
+    write,
+    wrong,
+)
+
+from modelnew import bench, measure, verify
+
+
+@pytest.mark.parametrize(
+    ("reference", "solution"), [(POINTWISE, pointwise("")), (LAYERS, LAYERS_NEW)]
+)
+def test_a_right_solution_is_ok_in_every_check(
+    tmp_path: Path, reference: str, solution: str
+) -> None:
+    row = examine(tmp_path, reference, solution)
+    assert row["status"] == "ok", row["message"]
+    assert row["complete"]
+    assert len({(c["name"], c["dtype"]) for c in row["checks"]}) == len(row["checks"])
+    assert sum(c["status"] == "ok" for c in row["checks"]) > 60
+    reasons = {c["message"] for c in row["checks"] if c["status"] == "skipped"}
+    assert all("reference" in reason or "CUDA" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_planted_fault_is_found_by_its_check(tmp_path: Path, fault: str) -> None:
+    body, group, check = FAULTS[fault]
+    row = examine(tmp_path, POINTWISE, pointwise(body), group)
+    assert row["status"] == "wrong"
+    assert not row["complete"]
+    found = wrong(row)
+    assert any(name.startswith(check) for name in found), found
+    assert all(c["message"] for c in row["checks"] if c["status"] == "wrong")
+
+
+@pytest.mark.parametrize("fault", LAYER_FAULTS)
+def test_each_fault_of_a_model_with_weights_is_found(tmp_path: Path, fault: str) -> None:
+    old, new, group, check = LAYER_FAULTS[fault]
+    assert old in LAYERS_NEW
+    row = examine(tmp_path, LAYERS, LAYERS_NEW.replace(old, new), group)
+    assert row["status"] == "wrong"
+    assert check in wrong(row)
+
+
+def test_a_clear_refusal_is_recorded_and_not_wrong(tmp_path: Path) -> None:
+    body = """if not x.dim(): raise ValueError("x: 0-dim input: give it one dimension")
+        if x.dtype == torch.float16: raise RuntimeError("ModelNew: float32 only")"""
+    row = examine(tmp_path, POINTWISE, pointwise(body), "own", "sizes")
+    assert row["status"] == "ok", row["message"]
+    refused = [c["name"] for c in row["checks"] if c["message"].startswith("refused: ")]
+    assert "sizes 0-dim" in refused
+    assert "own seed 0" in refused
+
+
+def test_own_float32_inputs_may_not_be_refused(tmp_path: Path) -> None:
+    body = 'if x.dtype == torch.float32: raise ValueError("x: no float32")'
+    row = examine(tmp_path, POINTWISE, pointwise(body), "own")
+    assert "own seed 0 float32" in wrong(row)
+
+
+def test_a_constructor_argument_may_be_refused_by_name(tmp_path: Path) -> None:
+    named = 'if self.slope != 0.2: raise ValueError("slope: generated for 0.2 only")'
+    row = examine(tmp_path, POINTWISE, pointwise(named), "constructor")
+    assert row["status"] == "ok"
+    messages = [c["message"] for c in row["checks"] if c["name"].startswith("constructor")]
+    assert ["generated for 0.2" in message for message in messages] == [True]
+    nameless = named.replace("slope: g", "G")
+    assert wrong(examine(tmp_path, POINTWISE, pointwise(nameless), "constructor"))
+
+
+def test_a_raising_backward_is_right(tmp_path: Path) -> None:
+    solution = pointwise("y = _Once.apply(x, y.detach())").replace(
+        "class ModelNew",
+        """class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y):
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise RuntimeError("ModelNew has no backward")
+
+class ModelNew""",
+    )
+    row = examine(tmp_path, POINTWISE, solution, "behaviour")
+    assert row["status"] == "ok", row["message"]
+    backward = next(c for c in row["checks"] if c["name"] == "backward")
+    assert "no backward" in backward["message"]
+
+
+def test_a_reference_that_refuses_its_own_inputs_is_an_error(tmp_path: Path) -> None:
+    reference = POINTWISE.replace("return torch.where", 'raise KeyError("k")\n        return torch')
+    row = examine(tmp_path, reference, pointwise(""))
+    assert (row["status"], row["complete"]) == ("error", False)
+    assert "KeyError" in row["message"]
+
+
+def test_integer_inputs_stay_in_range(tmp_path: Path) -> None:
+    reference = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def forward(self, x, target):
+        return nn.functional.cross_entropy(x, target)
+
+def get_inputs():
+    return [torch.rand(32, 500), torch.randint(0, 500, (32,))]
+"""
+    solution = reference.replace("class Model(", "class ModelNew(")
+    row = examine(tmp_path, reference, solution, "own", "sizes", "layouts")
+    assert row["status"] == "ok"
+    odd = next(c for c in row["checks"] if c["name"].startswith("sizes odd"))
+    assert odd["shape"] == [[37, 129], [37]]
+
+
+# --- the child process ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("where", "status", "message"),
+    [
+        ("os.abort()", "crashed", "SIGABRT"),
+        ("time.sleep(60)", "timeout", "no answer within"),
+        ("os._exit(3)", "error", "exit status 3"),
+        ("raise SystemExit('stop here')", "error", "stop here"),
+    ],
+)
+def test_what_a_solution_does_to_its_process_is_one_row(
+    tmp_path: Path, where: str, status: str, message: str
+) -> None:
+    condition = "if x.shape[0] == 37:"
+    body = f"{condition} print('noise'); {where}"
+    paths = write(tmp_path, POINTWISE, pointwise(body))
+    heard: list[str] = []
+    limit = 15 if status == "timeout" else 100
+    row = verify.verify(*paths, device="cpu", timeout_s=limit, progress=heard.append)
+    assert row["status"] == status
+    assert message in row["message"]
+    assert "during: sizes odd" in row["message"]
+    assert row["sha256"] == measure.sha256(paths[1])
+    assert row["torch"] == torch.__version__
+    assert not row["complete"]
+    assert any(c["name"] == "own seed 0" and c["status"] == "ok" for c in row["checks"])
+    assert any(line.startswith("sizes odd") for line in heard)
+
+
+@pytest.mark.parametrize(
+    ("line", "status", "message"),
+    [
+        ("raise RuntimeError('no compiler')", "error", "no compiler"),
+        ("x = = 1", "error", "SyntaxError"),
+        ("del ModelNew", "error", "defines no ModelNew"),
+    ],
+)
+def test_a_solution_that_cannot_be_imported_is_an_error(
+    tmp_path: Path, line: str, status: str, message: str
+) -> None:
+    row = examine(tmp_path, POINTWISE, pointwise("") + line)
+    assert row["status"] == status
+    assert message in row["message"]
+
+
+def test_an_abort_at_import_and_a_missing_file(tmp_path: Path) -> None:
+    paths = write(tmp_path, POINTWISE, "import os\nos.abort()")
+    row = verify.verify(*paths, device="cpu", timeout_s=100)
+    assert (row["status"], row["checks"]) == ("crashed", [])
+    assert "SIGABRT" in row["message"]
+    row = verify.verify(paths[0], tmp_path / "none.py", device="cpu")
+    assert row["status"] == "error"
+    assert "none.py" in row["message"]
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks processes up in /proc")
+def test_a_timeout_ends_the_childs_own_children(tmp_path: Path) -> None:
+    mark = tmp_path / "pid"
+    solution = f"""
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+open({str(mark)!r}, "w").write(str(child.pid))
+child.wait()
+"""
+    paths = write(tmp_path, POINTWISE, solution)
+    row = verify.verify(*paths, device="cpu", timeout_s=12)
+    assert row["status"] == "timeout"
+    state = Path("/proc", mark.read_text(), "stat")
+    deadline = time.monotonic() + 10
+    while state.exists() and state.read_text().split()[2] != "Z" and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not state.exists() or state.read_text().split()[2] == "Z"
+
+
+def test_the_child_runs_from_any_folder(tmp_path: Path) -> None:
+    paths = write(tmp_path, POINTWISE, pointwise(""))
+    code = (
+        "import json, sys; from pathlib import Path; from modelnew.verify import verify; "
+        "a, b = map(Path, sys.argv[1:]); "
+        "print(json.dumps(verify(a, b, device='cpu', groups=['state', 'own'])))"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", code, *map(str, paths)],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(measure.PACKAGE_PARENT)},
+    )
+    row = json.loads(answer.stdout)
+    assert row["status"] == "ok"
+    assert not row["complete"]
+    assert row["max_error_ratio"] <= 1
+    assert row["build_seconds"] >= 0
+
+
+def test_long_messages_keep_the_errors() -> None:
+    log = "\n".join(["FAILED: x", *["note: "] * 900, "file.cu(3): error: no", *["note: "] * 900])
+    text = measure.describe(RuntimeError(log))
+    assert "file.cu(3): error: no" in text
+    assert len(text) < 3000
+
+
+# --- loading -------------------------------------------------------------------------------------
+
+
+def test_overrides_replace_module_constants(tmp_path: Path) -> None:
+    paths = write(tmp_path, POINTWISE, pointwise(""))
+    files = measure.load_files(*paths, {"rows": "3", "columns": "2 + 2"})
+    inputs = measure.own_inputs(files, 0, torch.device("cpu"))
+    assert inputs[0].shape == (3, 4)
+    with pytest.raises(measure.ModelNewError, match="--set depth: no such"):
+        measure.load_files(*paths, {"depth": "3"})
+
+
+def test_twin_keeps_layout_and_contents() -> None:
+    base = torch.arange(24.0).reshape(4, 6)
+    for view in (base[1:, ::2], base.t(), base[:1].expand(5, 6), base[2, 3], base[:0]):
+        copy = measure.twin(view)
+        assert torch.equal(copy, view)
+        assert copy.stride() == view.stride()
+        assert copy.storage_offset() == view.storage_offset()
+        assert copy.data_ptr() != view.data_ptr() or not view.numel()
+
+
+# --- bench ---------------------------------------------------------------------------------------
+
+
+def bench_payload(paths: tuple[Path, Path], **options: Any) -> dict[str, Any]:
+    plain = {"reference": str(paths[0]), "solution": str(paths[1]), "device": "cpu"}
+    switches = {"compiled": False, "max_autotune": False, "cudnn_benchmark": True}
+    return {**plain, "overrides": {}, "bytes_moved": 4096, **switches, **options}
+
+
+def test_bench_times_all_candidates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "SECONDS_EACH", 0.05)
+    paths = write(tmp_path, POINTWISE, pointwise("time.sleep(0.004)"))
+    row = bench.child(bench_payload(paths), lambda event: None)
+    assert row["status"] == "ok", row["message"]
+    assert set(row["milliseconds"]) == {"solution", "eager", "eager, cudnn.benchmark"}
+    assert row["solution_ms"] == row["milliseconds"]["solution"] > 4
+    assert row["compile_ms"] is None
+    assert row["speedup"]["eager"] < 1
+    assert row["repetitions"]["solution"] in range(10, 14)
+    assert row["repetitions"]["eager"] in range(10, 101)
+    assert row["roofline_ms"] == pytest.approx(4096 / (row["big_copy_gbps"] * 1e6))
+    assert row["roofline_ratio"] < 1
+    assert row["copy_gbps"] > 0
+    assert set(row["spread"]) > {"solution", "eager"}
+    json.dumps(row, allow_nan=False)
+
+
+def test_a_failing_compiler_is_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiler(model: Any, mode: str) -> Callable[..., Any]:
+        raise RuntimeError(f"cannot compile with {mode}")
+
+    monkeypatch.setattr(torch, "compile", compiler)
+    monkeypatch.setattr(bench, "SECONDS_EACH", 0.01)
+    paths = write(tmp_path, POINTWISE, pointwise(""))
+    payload = bench_payload(paths, compiled=True, bytes_moved=None)
+    row = bench.child(payload, lambda event: None)
+    assert row["status"] == "ok"
+    assert "cannot compile" in row["messages"]["compile"]
+    assert "compile" not in row["milliseconds"]
+    assert row["roofline_ratio"] is None
+
+
+def test_bench_survives_a_crash(tmp_path: Path) -> None:
+    paths = write(tmp_path, POINTWISE, pointwise("os.abort()"))
+    row = bench.bench(*paths, bytes_moved=None, device="cpu", compiled=False, timeout_s=100)
+    assert row["status"] == "crashed"
+    assert row["milliseconds"] == {}
+    assert row["sha256"] == measure.sha256(paths[1])
+
+
+# --- on a GPU ------------------------------------------------------------------------------------
+
+
+def on_gpu(test: Any) -> Any:
+    needed = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+    return pytest.mark.gpu(needed(test))
+
+
+@on_gpu
+@pytest.mark.parametrize(
+    ("reference", "solution"), [(POINTWISE, pointwise("")), (LAYERS, LAYERS_NEW)]
+)
+def test_a_right_solution_is_ok_on_the_gpu(tmp_path: Path, reference: str, solution: str) -> None:
+    row = verify.verify(*write(tmp_path, reference, solution))
+    assert row["status"] == "ok", row["message"]
+    assert row["complete"]
+    assert row["cuda"] == torch.version.cuda
+    done = {c["name"] for c in row["checks"] if c["status"] == "ok"}
+    assert done >= {"other stream", "CUDA graph", "poisoned memory"}
+
+
+@on_gpu
+@pytest.mark.parametrize(
+    ("body", "check"),
+    [
+        (
+            "z = x\n        with torch.cuda.stream(torch.cuda.default_stream()): "
+            "y = torch.where(z > 0, z, z * self.slope)",
+            "other stream float32",
+        ),
+        ("torch.cuda.synchronize()", "CUDA graph float32"),
+        ("z = torch.empty_like(y); z[1:] = y[1:]; y = z", "poisoned memory float32"),
+    ],
+)
+def test_faults_that_only_a_gpu_shows(tmp_path: Path, body: str, check: str) -> None:
+    row = examine(tmp_path, POINTWISE, pointwise(body), "behaviour", device="cuda")
+    assert check in wrong(row)
+
+
+@on_gpu
+def test_a_lost_device_is_one_row(tmp_path: Path) -> None:
+    body = "x.view(-1)[torch.full((1,), 10**9, device=x.device)] if x.shape[0] == 37 else x"
+    row = verify.verify(*write(tmp_path, POINTWISE, pointwise(body)))
+    assert row["status"] == "crashed"
+    assert "sizes odd" in row["message"]
+    assert row["checks"][0]["status"] == "ok"
+
+
+@on_gpu
+def test_bench_on_the_gpu(tmp_path: Path) -> None:
+    paths = write(tmp_path, POINTWISE, pointwise(""))
+    sizes = {"rows": "8192", "columns": "8192"}
+    row = bench.bench(*paths, bytes_moved=8 * 8192**2, overrides=sizes, cudnn_benchmark=True)
+    assert row["status"] == "ok", row["message"]
+    assert 0 < row["roofline_ratio"] < 1.2
+    assert row["peak_bytes"]["solution"] >= 4 * 8192**2
+    assert "compile" in {**row["milliseconds"], **row["messages"]}
