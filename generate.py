@@ -62,7 +62,7 @@ def render(
     from modelnew.render import options
 
     overrides, chosen = _settings(settings), _usage(lambda: options(dtypes, target))
-    files, taken = list(pipeline.reference_files(paths)), set[str]()
+    files, taken = _usage(partial(pipeline.reference_files, paths)), set[str]()
     failed = stale = bare = 0
     for path in files:
         start = time.perf_counter()
@@ -80,7 +80,9 @@ def render(
         if check or diff:
             stale += _compare(out / path.name, made.text, diff)
             continue
-        _write(out / path.name, made.text)
+        if _attempt(path, partial(_write, out / path.name, made.text)) is None:
+            failed += 1
+            continue
         click.echo(f"{out / path.name}: {what}, {time.perf_counter() - start:.1f} s")
     rest = f", {bare} without a kernel" if bare else ""
     click.echo(f"{len(files) - failed} of {len(files)} references rendered{rest}", err=True)
@@ -96,7 +98,7 @@ def explain(paths: Sequence[Path], settings: Sequence[str]) -> None:
     from modelnew.explain import explain as text
 
     overrides, failed = _settings(settings), 0
-    for path in pipeline.reference_files(paths):
+    for path in _usage(partial(pipeline.reference_files, paths)):
         made = _attempt(path, partial(pipeline.planned, path, overrides))
         failed += made is None
         if made is not None:
@@ -124,11 +126,11 @@ def verify(
     def row(path: Path) -> dict[str, Any]:
         solution = out / path.name
         result = measure(path, solution, seeds=seeds, timeout_s=timeout, overrides=overrides)
-        if result["status"] == "ok" and not overrides:
-            ledger.record_verification(out / "verified.json", result, out)
+        if not overrides:  # a solution that fails loses its entry
+            ledger.record_verification(out / ledger.NAME, result, out)
         return result
 
-    _measure(pipeline.reference_files(paths), out, json_path, row, _verified_line)
+    _measure(_usage(partial(pipeline.reference_files, paths)), out, json_path, row, _verified_line)
 
 
 @main.command()
@@ -157,10 +159,10 @@ def bench(
             overrides=overrides, max_autotune=max_autotune,
         )  # fmt: skip
         if result["status"] == "ok" and not overrides:
-            ledger.record_speed(out / "verified.json", result, out)
+            ledger.record_speed(out / ledger.NAME, result, out)
         return result
 
-    _measure(pipeline.reference_files(paths), out, json_path, row, _timed_line)
+    _measure(_usage(partial(pipeline.reference_files, paths)), out, json_path, row, _timed_line)
 
 
 @main.command()
@@ -201,6 +203,8 @@ def _attempt(path: Path, make: Callable[[], Any]) -> Any:
         return make()
     except ModelNewError as error:
         _fail(str(error))
+    except OSError as error:
+        _fail(f"{path}: {error}")
     except Exception as error:
         if os.environ.get("MODELNEW_DEBUG"):
             raise
@@ -216,8 +220,8 @@ def _fail(message: str) -> int:
     return 1
 
 
-def _write(path: Path, text: str) -> None:
-    """Replaces the file as a whole: an interrupted write leaves the old one."""
+def _write(path: Path, text: str) -> bool:
+    """Replaces the file as a whole: an interrupted write leaves the old one. Always True."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -228,18 +232,19 @@ def _write(path: Path, text: str) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+    return True
 
 
 def _compare(path: Path, text: str, show: bool) -> int:
     """1 when the file is stale or missing."""
-    old = path.read_text(encoding="utf-8") if path.exists() else ""
-    if old == text:
+    old = path.read_bytes() if path.exists() else b""
+    if old == text.encode():
         return 0
     click.echo(f"{path}: {'stale' if old else 'missing'}", err=True)
     if show:
-        lines = difflib.unified_diff(
-            old.splitlines(True), text.splitlines(True), str(path), f"{path} (rendered)"
-        )
+        before = old.decode(errors="replace").splitlines(True)
+        after = text.splitlines(True)
+        lines = difflib.unified_diff(before, after, str(path), f"{path} (rendered)")
         click.echo("".join(lines), nl=False)
     return 1
 
@@ -269,7 +274,7 @@ def _verified_line(row: dict[str, Any]) -> str:
         skipped = sum(check["status"] == "skipped" for check in row["checks"])
         text = f"{row['status']:6} {done} checks, {skipped} skipped"
         ratio = row.get("max_error_ratio")
-        text += "" if ratio is None else f", error {ratio:.2f} of the reference's"
+        text += "" if ratio is None else f", error {ratio:.2f} of the allowed"
         return "\n".join([text, *(f"    {c['name']}: {c['message']}" for c in wrong)])
     return f"{row['status']}: {row.get('message', '')}"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import keyword
 import math
 import re
-import struct
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from modelnew.ir import (
 )
 
 WIDTH = 100
+FORMULA_DEPTH = 9  # deeper, a formula names the kernel's own intermediate values
 
 C_TYPES: Mapping[str, str] = {
     "bool": "bool", "uint8": "uint8_t", "int8": "int8_t", "int16": "int16_t", "int32": "int32_t",
@@ -371,27 +371,8 @@ def _c_text(value: Arg, values: Mapping[str, str], live: Mapping[str, str]) -> s
         case bool():
             return "true" if value else "false"
         case int() | float():
-            return float_literal(float(value))
+            return ops.float_literal(float(value))
     return ""
-
-
-def float_literal(value: float) -> str:
-    """The shortest C literal that is `value` rounded to float32."""
-    if math.isnan(value):
-        return "NAN"
-    try:
-        single = struct.unpack("f", struct.pack("f", value))[0]
-    except OverflowError:
-        single = math.copysign(math.inf, value)
-    if math.isinf(single):
-        return "INFINITY" if single > 0 else "-INFINITY"
-    for digits in range(1, 10):
-        text = f"{single:.{digits}g}"
-        if struct.unpack("f", struct.pack("f", float(text)))[0] == single:
-            break
-    if "e" in text or "." in text:
-        return text + "f"
-    return text + ".0f"
 
 
 # --- formulas -------------------------------------------------------------------------------
@@ -404,7 +385,8 @@ def formula(step: Pointwise) -> tuple[str, ...]:
         return (f"{step.body.results[0]} = {plain}",)
     lines: list[str] = []
     for result in step.body.results:
-        text = f"{result} = {_formula_of(result, nodes, set(step.body.results) - {result})}"
+        stop = set(step.body.results) - {result}
+        text = f"{result} = {_formula_of(result, nodes, stop, FORMULA_DEPTH)}"
         lines += textwrap.wrap(text, WIDTH - 4, subsequent_indent="    ")
     return tuple(lines)
 
@@ -437,8 +419,8 @@ def formula_text(step: Pointwise) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _formula_of(name: str, nodes: Mapping[str, Node], stop: set[str]) -> str:
-    if name not in nodes or name in stop:
+def _formula_of(name: str, nodes: Mapping[str, Node], stop: set[str], depth: int) -> str:
+    if name not in nodes or name in stop or depth == 0:
         return name
     node = nodes[name]
     op = ops.find(node)
@@ -448,8 +430,8 @@ def _formula_of(name: str, nodes: Mapping[str, Node], stop: set[str]) -> str:
     def text(value: Arg) -> str:
         if not isinstance(value, Ref):
             return _shown(value)
-        inner = _formula_of(value.name, nodes, stop)
-        below = nodes.get(value.name) if value.name not in stop else None
+        inner = _formula_of(value.name, nodes, stop, depth - 1)
+        below = nodes.get(value.name) if inner != value.name else None
         return f"({inner})" if infix and below and _is_infix(below) else inner
 
     if infix:

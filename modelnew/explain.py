@@ -47,4 +47,6 @@ def _held(plan: Plan) -> list[str]:
 
 
 def _guard(guard: Guard) -> str:
-    return f"{guard.text} = {guard.value}"
+    return (
+        f"{guard.label} = {guard.value.strip('(,)') if '.shape[' in guard.label else guard.value}"
+    )

@@ -11,10 +11,10 @@ is four subnormal ulp, so no separate allowance for subnormal results is needed.
 few elements the reference's error is one lucky draw rather than a class, so there the second
 bound is as wide as the first. A row's `ratio` is error over allowed error, at most 1 when right.
 
-NaN, signed infinities and the sign of exact zeros must be the reference's. Where the reference
-overflows on the way and the truth is finite in the dtype, nothing is compared; where a result is
-non-finite exactly as the truth rounded to the dtype is, it is right; and where the reference has
-lost every digit (error above one half) its finiteness binds nobody.
+NaN, signed infinities and the sign of float32's exact zeros must be the reference's. Where the
+reference overflows on the way and the truth is finite in the dtype, nothing is compared; where a
+result is non-finite exactly as the truth rounded to the dtype is, it is right; and where the
+reference has lost every digit (error above one half) its finiteness binds nobody.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ carries its maths this way, so an operator that is added once works in all of th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -84,7 +85,8 @@ class Node:
     """One ATen call, every schema argument filled in.
 
     `op` is "aten.leaky_relu.default". `mutates` names the tensors that the call writes to,
-    `views` those that an output is a view of. `result` is the name of the whole result, which
+    `views` those that an output is a view of, `random` says that it draws from PyTorch's
+    generator. `result` is the name of the whole result, which
     differs from its only output where the call returns a list or a tuple.
     """
 
@@ -94,6 +96,7 @@ class Node:
     outputs: tuple[Tensor, ...]
     mutates: tuple[str, ...] = ()
     views: tuple[str, ...] = ()
+    random: bool = False
     source: Source | None = None
 
     @property
@@ -136,6 +139,11 @@ class Guard:
 
     text: str
     value: str
+
+    @property
+    def label(self) -> str:
+        """The text for a reader: one size of a shape is read as a slice, which any rank has."""
+        return re.sub(r"\.shape\[(\d+):\d+\]$", r".shape[\1]", self.text)
 
 
 @dataclass(frozen=True)

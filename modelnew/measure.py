@@ -30,6 +30,7 @@ import torch
 from torch import nn
 
 from modelnew.ir import ModelNewError
+from modelnew.reference import parse
 
 Json = dict[str, Any]
 Progress = Callable[[str], None]
@@ -213,10 +214,10 @@ def load_files(reference: Path, solution: Path, overrides: Mapping[str, str]) ->
 
     Raises ModelNewError naming the file when one cannot be executed or lacks what it must define.
     """
-    tree = _overridden(ast.parse(_text(reference)), overrides, reference)
+    _, tree = parse(reference, overrides)
     model = _execute(tree, reference, "modelnew_measured_reference")
     begin = time.perf_counter()
-    new = _execute(ast.parse(_text(solution)), solution, "modelnew_measured_solution")
+    new = _execute(parse(solution, {})[1], solution, "modelnew_measured_solution")
     seconds = time.perf_counter() - begin
     wanted = ((reference, model, ("Model", "get_inputs")), (solution, new, ("ModelNew",)))
     for path, module, names in wanted:
@@ -225,27 +226,6 @@ def load_files(reference: Path, solution: Path, overrides: Mapping[str, str]) ->
             raise ModelNewError(f"{path}: defines no {', '.join(missing)}")
     init_inputs = getattr(model, "get_init_inputs", list)
     return Files(model.Model, new.ModelNew, model.get_inputs, init_inputs, seconds)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelNewError(f"{path}: cannot be read: {error}") from None
-
-
-def _overridden(tree: ast.Module, overrides: Mapping[str, str], path: Path) -> ast.Module:
-    """Replaces the value of every top-level `NAME = ...` that `overrides` names."""
-    constants: dict[str, list[ast.Assign]] = {}
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            constants.setdefault(node.targets[0].id, []).append(node)
-    for name, text in overrides.items():
-        if name not in constants:
-            raise ModelNewError(f"{path}: --set {name}: no such module constant")
-        for node in constants[name]:
-            node.value = ast.parse(text, mode="eval").body
-    return ast.fix_missing_locations(tree)
 
 
 def _execute(tree: ast.Module, path: Path, name: str) -> types.ModuleType:

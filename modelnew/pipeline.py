@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from modelnew import invariants
-from modelnew.ir import Plan
+from modelnew.ir import ModelNewError, Plan
 from modelnew.plan import plan
 from modelnew.reference import Reference, load
 from modelnew.render import Options, render
@@ -39,10 +39,17 @@ def planned(path: Path, overrides: Mapping[str, str]) -> tuple[Reference, Plan]:
     return reference, made
 
 
-def reference_files(paths: Sequence[Path]) -> Iterator[Path]:
-    """The files among `paths`, folders opened: *.py in name order, private names left out."""
+def reference_files(paths: Sequence[Path]) -> list[Path]:
+    """The files among `paths`, folders opened: *.py in name order, private names left out.
+
+    Raises ModelNewError for a folder without any.
+    """
+    files: list[Path] = []
     for path in paths:
+        found = [path]
         if path.is_dir():
-            yield from sorted(p for p in path.glob("*.py") if not p.name.startswith("_"))
-        else:
-            yield path
+            found = sorted(p for p in path.glob("*.py") if not p.name.startswith("_"))
+        if not found:
+            raise ModelNewError(f"{path}: no reference model (*.py) in this folder")
+        files += found
+    return files

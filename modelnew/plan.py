@@ -36,21 +36,31 @@ from modelnew.ir import (
 # dimensions of 8 bytes and a pointer are 72 bytes an operand.
 MAX_OPERANDS = 48
 
-# Calls that return their operand, or a copy nobody can tell from it.
+# Calls that return their operand, or a copy nobody can tell from it unless one is written to.
 ALIASES = ("detach", "detach_", "alias", "lift_fresh_copy")
+
+# Library calls whose result is memory of its own, whatever the arguments: no schema says so of
+# a composite operator, and einsum, dropout or type_as may well return their operand.
+FRESH = (
+    "linear", "mm", "bmm", "addmm", "baddbmm", "mv", "dot", "batch_norm", "layer_norm",
+    "group_norm", "instance_norm", "conv1d", "conv2d", "conv3d", "conv_transpose1d",
+    "conv_transpose2d", "conv_transpose3d", "max_pool2d", "max_pool3d", "avg_pool2d", "avg_pool3d",
+    "adaptive_avg_pool2d", "adaptive_avg_pool3d", "sum", "mean", "amax", "amin", "softmax",
+    "log_softmax", "cumsum", "cumprod", "embedding",
+)  # fmt: skip
 
 
 def plan(graph: Graph) -> Plan:
     """The plan of `graph`. Raises ModelNewError when nothing of it can run as given."""
-    graph = _functional(_without_aliases(graph))
+    graph = _without_dead(_functional(_without_aliases(graph)))
     reasons = {node.result: ops.why_not(node, graph) for node in graph.nodes}
     regions = _Grouping(graph, reasons).regions()
     steps: list[Step] = [_pointwise(graph, region) for region in regions]
     fused = {name for region in regions for name in region.members}
     for node in graph.nodes:
         if node.result not in fused:
-            steps.append(Library(node, reasons[node.result] or "its value is not used"))
-    return Plan(graph, _named(_live_steps(graph, _ordered(graph, steps))))
+            steps.append(Library(node, reasons[node.result] or "not pointwise"))
+    return Plan(graph, _named(_ordered(graph, steps)))
 
 
 # --- names ----------------------------------------------------------------------------------
@@ -80,11 +90,13 @@ def _rename_output(output: Ref | Output, names: dict[str, str]) -> Ref | Output:
 
 
 def _without_aliases(graph: Graph) -> Graph:
+    written = {name for node in graph.nodes for name in node.mutates}
     names: dict[str, str] = {}
     nodes = []
     for node in graph.nodes:
         node = _rename_node(node, names)
-        if node.packet in ALIASES:
+        copies = node.packet == "lift_fresh_copy" and node.result in written
+        if node.packet in ALIASES and not copies:
             names[node.result] = next(iter(node.reads))
         else:
             nodes.append(node)
@@ -94,35 +106,56 @@ def _without_aliases(graph: Graph) -> Graph:
 def _functional(graph: Graph) -> Graph:
     """In-place calls on a value that nothing else can see, as calls that make a new value.
 
-    An in-place call on an input, on a parameter or on something that has views stays as it is.
+    That is the result of a call known to return memory of its own, used by such calls alone. Any
+    other in-place call stays as it is, and nothing is moved across it.
     """
-    fresh = {node.result for node in graph.nodes if not node.views and not node.mutates}
-    viewed = {name for node in graph.nodes for name in node.views}
+    owned = {node.result for node in graph.nodes if _keeps_apart(node) and not node.mutates}
+    shared = {name for node in graph.nodes if not _keeps_apart(node) for name in node.reads}
     names: dict[str, str] = {}
     nodes = []
     for node in graph.nodes:
+        written = node.mutates
         node = _rename_node(node, names)
-        mutated = node.mutates
-        if len(mutated) == 1 and node.packet.endswith("_"):
-            target, private = mutated[0], mutated[0] in fresh and mutated[0] not in viewed
-            if private and node.result not in viewed and _keeps_type(graph, target, node):
-                fresh.add(node.result)
+        if len(written) == 1 and node.packet.endswith("_"):
+            root = written[0]
+            private = root in owned and root not in shared and node.result not in shared
+            if private and _keeps_type(graph, root, node):
+                target = names.get(root, root)
                 names = {old: node.result if new == target else new for old, new in names.items()}
-                names[target] = node.result
+                names[root] = node.result
+                owned.add(node.result)
                 op = node.op.replace(f".{node.packet}.", f".{node.packet[:-1]}.")
                 node = replace(node, op=op, mutates=())
             else:
-                names[node.result] = target
+                names[node.result] = node.mutates[0]
         nodes.append(node)
     return replace(graph, nodes=tuple(nodes), output=_rename_output(graph.output, names))
 
 
+def _keeps_apart(node: Node) -> bool:
+    """Whether the result cannot share memory with an operand, but for one written in place."""
+    return not node.views and (ops.find(node) is not None or node.packet in FRESH)
+
+
 def _keeps_type(graph: Graph, target: str, node: Node) -> bool:
     """Whether the functional call gives the target's own type: in-place never promotes."""
+    op, dtype = ops.find(node), graph.tensors[target].dtype
     operands = [graph.tensors[name] for name in node.reads if name in graph.tensors]
-    return ops.find(node) is not None and all(
-        tensor.dtype == graph.tensors[target].dtype or tensor.dtype == "bool" for tensor in operands
-    )
+    if op is None or (op.result == "bool") != (dtype == "bool"):
+        return False
+    return all(tensor.dtype in (dtype, "bool") for tensor in operands)
+
+
+def _without_dead(graph: Graph) -> Graph:
+    """Drops the calls whose value nothing needs and that have no effect."""
+    needed = set(refs_in(graph.output))
+    kept: list[Node] = []
+    for node in reversed(graph.nodes):
+        made = {node.result, *(tensor.name for tensor in node.outputs)}
+        if node.mutates or node.random or made & needed:
+            kept.append(node)
+            needed.update(node.reads)
+    return replace(graph, nodes=tuple(reversed(kept)))
 
 
 # --- grouping -------------------------------------------------------------------------------
@@ -315,29 +348,9 @@ def _kernel_name(body: Body) -> str:
     return "_".join(packets).strip("_")
 
 
-def _live_steps(graph: Graph, steps: Sequence[Step]) -> list[Step]:
-    """Drops the steps of an ordered plan whose value nothing needs and that have no effect."""
-    needed = set(refs_in(graph.output))
-    kept: list[Step] = []
-    for step in reversed(steps):
-        effect = isinstance(step, Library) and (bool(step.node.mutates) or _random(step.node))
-        if effect or _results(step) & needed:
-            kept.append(step)
-            needed.update(step_reads(step))
-    return kept[::-1]
-
-
-RANDOM = ("rand", "dropout", "bernoulli", "normal", "uniform", "multinomial", "poisson")
-
-
-def _random(node: Node) -> bool:
-    """Draws from PyTorch's generator, so that leaving it out or moving it changes other draws."""
-    return any(word in node.packet for word in RANDOM)
-
-
 def _random_order(graph: Graph) -> dict[str, tuple[str, ...]]:
     """For each random call the one before it, which has to stay before it."""
-    names = [node.result for node in graph.nodes if _random(node)]
+    names = [node.result for node in graph.nodes if node.random]
     return {after: (before,) for before, after in itertools.pairwise(names)}
 
 

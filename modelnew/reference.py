@@ -62,8 +62,7 @@ def load(path: Path, overrides: Mapping[str, str] | None = None) -> Reference:
     Raises ModelNewError with file, line and what to do when the file is not a usable reference.
     """
     overrides = dict(overrides or {})
-    source = _read(path)
-    tree = _override(_parse(source, path), overrides, path)
+    source, tree = parse(path, overrides)
     namespace: dict[str, Any] = {"__name__": "reference", "__file__": str(path)}
     mode = FakeTensorMode()
     with mode:
@@ -87,30 +86,32 @@ def load(path: Path, overrides: Mapping[str, str] | None = None) -> Reference:
     return Reference(path, source, tree, overrides, namespace, mode, model, inputs, init_inputs)
 
 
-def _read(path: Path) -> str:
+def parse(path: Path, overrides: Mapping[str, str]) -> tuple[str, ast.Module]:
+    """A file's text and its syntax tree, module constants replaced as `overrides` says.
+
+    Raises ModelNewError for a file that cannot be read or parsed, or that lacks a constant.
+    """
     try:
-        return path.read_text(encoding="utf-8")
+        source = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ModelNewError(f"{path}: cannot be read: {error}") from None
-
-
-def _parse(source: str, path: Path) -> ast.Module:
     try:
-        return ast.parse(source, str(path))
-    except SyntaxError as error:
-        text = (error.text or "").strip()
+        tree = ast.parse(source, str(path))
+    except (SyntaxError, ValueError) as error:
+        line, text = getattr(error, "lineno", 1), (getattr(error, "text", "") or "").strip()
         raise ModelNewError(
-            f"{path}:{error.lineno}: syntax error: {error.msg}: {text!r}: correct the file"
+            f"{path}:{line}: syntax error: {getattr(error, 'msg', error)}: {text!r}: "
+            "correct the file"
         ) from None
+    return source, _override(tree, overrides, path)
 
 
 def _override(tree: ast.Module, overrides: Mapping[str, str], path: Path) -> ast.Module:
-    """Replaces the value of each top-level `NAME = ...`; a name that is not there is an error."""
-    constants = {
-        node.targets[0].id: node
-        for node in tree.body
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
-    }
+    """Replaces the value of every top-level `NAME = ...`; a name that is not there is an error."""
+    constants: dict[str, list[ast.Assign]] = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            constants.setdefault(node.targets[0].id, []).append(node)
     for name, text in overrides.items():
         if name not in constants:
             known = ", ".join(constants) or "none"
@@ -119,9 +120,9 @@ def _override(tree: ast.Module, overrides: Mapping[str, str], path: Path) -> ast
             value = ast.parse(text, mode="eval").body
         except SyntaxError:
             raise ModelNewError(f"{path}: --set {name}={text}: not a Python value") from None
-        ast.copy_location(value, constants[name].value)
-        constants[name].value = ast.fix_missing_locations(value)
-    return tree
+        for node in constants[name]:
+            node.value = ast.copy_location(value, node.value)
+    return ast.fix_missing_locations(tree)
 
 
 def _sequence(value: object, path: Path, what: str) -> tuple[Any, ...]:

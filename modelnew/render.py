@@ -85,6 +85,8 @@ def render(ref: Reference, plan: Plan, chosen: Options | None = None) -> str:
         cuda, cpp = fold(_cuda(plan, kernels, chosen)), fold(_cpp(kernels, chosen))
     digest = hashlib.sha256((shared + cuda + cpp).encode()).hexdigest()[:12]
     stem = re.sub(r"\W|^(?=\d)", "_", ref.path.stem)
+    if plan.graph.arguments and not any(m.startswith("def __init__") for m in source.members):
+        raise ModelNewError(f"{ref.path}: class Model inherits its __init__: define it in Model")
     model = fold(_model(plan, kernels, source))
     file = File(
         header=tuple(_header(ref, plan)),
@@ -100,7 +102,7 @@ def render(ref: Reference, plan: Plan, chosen: Options | None = None) -> str:
         model=model,
     )
     text = _environment().get_template("solution.py.jinja").render(f=file)
-    lint(text, str(ref.path))
+    lint(text, ref)
     return text
 
 
@@ -281,11 +283,11 @@ def _amount(count: int) -> str:
 
 def _model(plan: Plan, kernels: Sequence[emit.Kernel], source: Constructor) -> str:
     lines = [f"class ModelNew({source.bases}):"]
-    members = list(source.members) or ["def __init__(self):\n    super().__init__()"]
     checks = [
-        f'    _check("{guard.text}", {guard.text}, {guard.value})' for guard in plan.graph.arguments
+        f'    _check("{guard.label}", {guard.text}, {guard.value})'
+        for guard in plan.graph.arguments
     ]
-    for member in members:
+    for member in source.members:
         body = member.splitlines()
         if member.startswith("def __init__"):
             body += checks
@@ -295,7 +297,7 @@ def _model(plan: Plan, kernels: Sequence[emit.Kernel], source: Constructor) -> s
     if plan.graph.training is not None:
         lines.append(f'        _check("self.training", self.training, {plan.graph.training})')
     for guard in plan.graph.pins:
-        lines.append(f'        _check("{guard.text}", {guard.text}, {guard.value})')
+        lines.append(f'        _check("{guard.label}", {guard.text}, {guard.value})')
     lines += ["        " + line for line in emit.forward_lines(plan, kernels)]
     start = 0 if lines[1] else 1
     return "\n".join([lines[0], *lines[1 + start :]])
@@ -304,17 +306,20 @@ def _model(plan: Plan, kernels: Sequence[emit.Kernel], source: Constructor) -> s
 # --- lint -----------------------------------------------------------------------------------
 
 
-def lint(text: str, path: str) -> None:
+def lint(text: str, ref: Reference) -> None:
     """Raises ModelNewError when a rendered file breaks a rule that harnesses or readers rely on."""
-    if not text.isascii():
-        raise ModelNewError(f"{path}: the reference has non-ASCII text where the file needs it")
-    bare = "\n".join(line.split("#")[0].split("//")[0] for line in text.splitlines())
+    if found := re.search(r"\w*[^\x00-\x7f]+\w*", text):
+        raise ModelNewError(
+            f"{_where(ref, re.escape(found[0]))}: non-ASCII text {found[0]!r}: torch writes the "
+            "source in the locale's encoding: spell it in ASCII"
+        )
     for pattern in BANNED:
-        if found := re.search(pattern, bare):
+        if found := re.search(pattern, _bare(text)):
             raise ModelNewError(
-                f"{path}: the file would contain {found[0]!r}, which harness checkers refuse: "
-                "keep it out of the constructor and of what it uses"
+                f"{_where(ref, pattern)}: the file would contain {found[0]!r}, which harness "
+                "checkers refuse: keep it out of the constructor and of what it uses"
             )
+    path = str(ref.path)
     tree = ast.parse(text)
     for node in tree.body:
         names = []
@@ -325,3 +330,16 @@ def lint(text: str, path: str) -> None:
         for name in names:
             if not name.startswith("_") and name != "ModelNew":
                 raise ModelNewError(f"{path}: the file would define the global {name}")
+
+
+def _bare(text: str) -> str:
+    """Without comments, cut as KernelBench's checker cuts them."""
+    return "\n".join(line.split("#")[0].split("//")[0] for line in text.splitlines())
+
+
+def _where(ref: Reference, pattern: str) -> str:
+    """The first line of the reference that a pattern is found in, as "file:line"."""
+    for number, line in enumerate(_bare(ref.source).splitlines(), start=1):
+        if re.search(pattern, line):
+            return f"{ref.path}:{number}"
+    return str(ref.path)

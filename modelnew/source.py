@@ -39,7 +39,7 @@ def constructor(tree: ast.Module, path: str) -> Constructor:
     if not isinstance(model, ast.ClassDef):
         raise ModelNewError(f"{path}: Model is not a class statement of this file: define it here")
     members = _members(model)
-    forward = _method(model, "forward")
+    forward = _inherited(model, "forward", top)
     if forward is None:
         raise ModelNewError(f"{path}:{model.lineno}: class Model defines no forward")
     renames = {name: f"_{name.lstrip('_')}" for name in top if name not in KEPT_NAMES}
@@ -91,6 +91,18 @@ def _method(model: ast.ClassDef, name: str) -> ast.FunctionDef | None:
         if isinstance(node, ast.FunctionDef) and node.name == name:
             return node
     return None
+
+
+def _inherited(
+    model: ast.ClassDef, name: str, top: Mapping[str, ast.stmt]
+) -> ast.FunctionDef | None:
+    """The method of a class of this file, looked up in its bases of this file too."""
+    found = _method(model, name)
+    for base in model.bases:
+        parent = top.get(base.id) if isinstance(base, ast.Name) else None
+        if found is None and isinstance(parent, ast.ClassDef):
+            found = _inherited(parent, name, top)
+    return found
 
 
 def _members(model: ast.ClassDef) -> list[ast.stmt]:

@@ -37,7 +37,7 @@ def specialize(ref: Reference, base: Graph, trace_once: TraceOnce, leaves: Seque
         base,
         nodes=found.nodes,
         arguments=tuple(_argument_guards(ref, found.baked)),
-        pins=numbers + found.conditions + sizes,
+        pins=numbers + tuple(_attribute_pins(ref, found.baked)) + found.conditions + sizes,
     )
 
 
@@ -211,6 +211,19 @@ def _merge(mine: Any, theirs: Any, table: LiveTable) -> Any:
     return _Mismatch
 
 
+def _attribute_pins(ref: Reference, baked: frozenset[str]) -> Iterator[Guard]:
+    """A guard for each number of the user's own modules that the graph holds as a constant."""
+    own = {
+        attribute_text(f"{path}.{name}" if path else name): value
+        for path, module in ref.model.named_modules()
+        if not type(module).__module__.startswith("torch.")
+        for name, value in vars(module).items()
+        if _is_number(value)
+    }
+    for text in sorted(baked & own.keys()):
+        yield Guard(text, repr(own[text]))
+
+
 # --- constructor arguments ------------------------------------------------------------------
 
 
@@ -259,10 +272,15 @@ def _free_places(
     rank = {leaf.text: leaf.value.dim() for leaf in leaves if isinstance(leaf.value, torch.Tensor)}
 
     def independent(groups: Sequence[frozenset[Place]]) -> bool:
+        """Whether other sizes, larger and smaller ones, give the same calls."""
+        return all(same(groups, grow) for grow in (True, False))
+
+    def same(groups: Sequence[frozenset[Place]], grow: bool) -> bool:
         sizes = dict(places)
         for number, group in enumerate(groups):
             for place in group:
-                sizes[place] = places[place] + 1 + number if places[place] > 1 else 1
+                size = places[place]
+                sizes[place] = size + 1 + number if grow and size > 1 else max(1, size - 1)
         _broadcast_ones(places, sizes, rank)
         given = [_resized(ref, leaf, sizes) for leaf in leaves]
         try:

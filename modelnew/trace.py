@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import io
 import logging
 import operator
 import re
@@ -25,6 +27,7 @@ from modelnew.ir import (
     Ref,
     Source,
     Tensor,
+    refs_in,
 )
 from modelnew.reference import Reference, attribute_text, user_line
 from modelnew.specialize import specialize
@@ -49,24 +52,29 @@ def trace(ref: Reference) -> Graph:
     leaves = input_leaves(ref)
     base = trace_once(ref, ref.model, leaves)
     graph = specialize(ref, base, lambda model, given: trace_once(ref, model, given), leaves)
-    ref.model.eval()
-    other = trace_once(ref, ref.model, leaves)
-    ref.model.train()
+    modes = {module: module.training for module in ref.model.modules()}
+    built = ref.model.training
+    other = trace_once(ref, ref.model.train(not built), leaves)
+    for module, mode in modes.items():
+        module.training = mode
     same = other.nodes == base.nodes and other.output == base.output
-    return graph if same else replace(graph, training=True)
+    return graph if same else replace(graph, training=built)
 
 
 def input_leaves(ref: Reference) -> tuple[Leaf, ...]:
     """forward's arguments by name, containers opened: `x`, `xs[0]`, `state["h"]`."""
+    if type(ref.model).forward is torch.nn.Module.forward:
+        raise ModelNewError(f"{ref.path}: class Model has no forward: define it")
+    here = f"{ref.path}:{_forward_line(ref)}"
     signature = inspect.signature(ref.model.forward)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise ModelNewError(f"{here}: forward takes *{name}: name its arguments")
     try:
         bound = signature.bind(*ref.inputs)
     except TypeError as error:
-        raise ModelNewError(f"{ref.path}: get_inputs() does not fit forward: {error}") from None
+        raise ModelNewError(f"{here}: get_inputs() does not fit forward: {error}") from None
     bound.apply_defaults()
-    for name, parameter in signature.parameters.items():
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise ModelNewError(f"{ref.path}: forward takes *{name}: name its arguments")
     leaves: list[Leaf] = []
     for name, value in bound.arguments.items():
         for path, leaf in pytree.tree_flatten_with_path(value)[0]:
@@ -92,8 +100,9 @@ def _export(ref: Reference, model: torch.nn.Module, leaves: Sequence[Leaf]) -> A
 
     tensors = tuple(leaf.value for leaf in leaves if isinstance(leaf.value, torch.Tensor))
     model.__dict__["forward"] = on_tensors
+    disabled = logging.root.manager.disable
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")  # torch's own deprecations, not the user's business
             logging.disable(logging.CRITICAL)  # a refused trace is an answer here, not an event
             return torch.export.export(model, tensors, strict=False)
@@ -102,7 +111,7 @@ def _export(ref: Reference, model: torch.nn.Module, leaves: Sequence[Leaf]) -> A
     except Exception as error:
         raise _not_traceable(error, ref) from error
     finally:
-        logging.disable(logging.NOTSET)
+        logging.disable(disabled)
         del model.__dict__["forward"]
 
 
@@ -181,7 +190,8 @@ class _Reader:
                     f"{self.ref.path}: forward makes a constant of {value.numel()} elements: "
                     "register it as a buffer in __init__"
                 )
-            return f"torch.tensor({value.tolist()}, dtype={value.dtype}, device={self.device})"
+            numbers = re.sub(r"\b(inf|nan)\b", r'float("\1")', str(value.tolist()))
+            return f"torch.tensor({numbers}, dtype={value.dtype}, device={self.device})"
         return attribute_text(spec.target)
 
     def _define(self, name: str, value: Any) -> tuple[Tensor, ...]:
@@ -202,7 +212,8 @@ class _Reader:
             if node.target is operator.getitem:
                 args = (Argument("self", self._arg(node.args[0])), Argument("index", node.args[1]))
                 outputs = self._define(name, node.meta["val"])
-                yield Node("python.getitem.int", name, args, outputs, source=source)
+                views = tuple(refs_in(args[0].value))
+                yield Node("python.getitem.int", name, args, outputs, views=views, source=source)
             elif isinstance(node.target, torch._ops.OpOverload):
                 yield self._call(node, name, source)
             else:
@@ -226,14 +237,31 @@ class _Reader:
             if spec.alias_info is not None and isinstance(value, Ref):
                 (mutates if spec.alias_info.is_write else views).append(value.name)
         value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and any(
+            isinstance(s, torch.SymInt) for s in value.shape
+        ):
+            raise ModelNewError(
+                f"{_at(source)}: {node.target} gives a tensor whose size is known only when the "
+                "model runs: keep the sizes to what the inputs' shapes give, with masks"
+            )
         outputs = self._define(name, value)
         if not outputs and not isinstance(value, tuple | list | None):
             raise ModelNewError(
                 f"{_at(source)}: {node.target} gives a {type(value).__name__}, whose value is "
                 "known only when the model runs: keep forward to tensors"
             )
+        random = torch.Tag.nondeterministic_seeded in node.target.tags or any(
+            argument.name == "dropout_p" and argument.value != 0.0 for argument in args
+        )
         return Node(
-            str(node.target), name, tuple(args), outputs, tuple(mutates), tuple(views), source
+            str(node.target),
+            name,
+            tuple(args),
+            outputs,
+            tuple(mutates),
+            tuple(views),
+            random,
+            source,
         )
 
     def _arg(self, value: Any) -> Arg:
@@ -257,8 +285,18 @@ class _Reader:
         )
         own = [frame for frame in frames if frame[0] == str(self.ref.path)]
         if not own:
-            return None
+            inner = (self._source(n) for n in self._inside(node))
+            return next((source for source in inner if source), None)
         return Source(own[-1][0], int(own[-1][1]), own[-1][2])
+
+    def _inside(self, node: Any) -> Iterator[Any]:
+        """The nodes of the graphs that a higher-order operator is given."""
+        for given in node.args:
+            if isinstance(given, torch.fx.Node) and given.op == "get_attr":
+                graph = getattr(
+                    getattr(self.program.graph_module, str(given.target)), "graph", None
+                )
+                yield from graph.nodes if graph is not None else ()
 
     def _output(self) -> Ref | Output:
         (node,) = (n for n in self.program.graph.nodes if n.op == "output")

@@ -329,7 +329,6 @@ _cuda = load_inline(
     cuda_sources=_SHARED + _CUDA,
     functions=["clamp_forward"],
     no_implicit_headers=True,  # torch's headers in the CUDA part would take nvcc a minute
-    extra_cflags=["-O1"],
     extra_cuda_cflags=["-O3"],
 )
 

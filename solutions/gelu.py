@@ -217,7 +217,6 @@ _cuda = load_inline(
     cuda_sources=_SHARED + _CUDA,
     functions=["gelu_forward"],
     no_implicit_headers=True,  # torch's headers in the CUDA part would take nvcc a minute
-    extra_cflags=["-O1"],
     extra_cuda_cflags=["-O3"],
 )
 

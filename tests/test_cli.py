@@ -417,7 +417,7 @@ BAD: Mapping[str, Bad] = {
         r"get_inputs\(\) does not fit forward: too many positional arguments",
     ),
     "no_grad_inside": Bad(
-        forward("        with torch.no_grad():  # here\n            y = x * 2\n        return y"),
+        forward("        with torch.no_grad():\n            y = x * 2  # here\n        return y"),
         "cannot be generated",
     ),
     "cond": Bad(

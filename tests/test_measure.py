@@ -170,7 +170,7 @@ def test_what_a_solution_does_to_its_process_is_one_row(
     ("line", "status", "message"),
     [
         ("raise RuntimeError('no compiler')", "error", "no compiler"),
-        ("x = = 1", "error", "SyntaxError"),
+        ("x = = 1", "error", "syntax error"),
         ("del ModelNew", "error", "defines no ModelNew"),
     ],
 )

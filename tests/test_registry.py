@@ -26,9 +26,9 @@ import pytest
 import torch
 
 from modelnew import ops
-from modelnew.emit import _c_text, float_literal
+from modelnew.emit import _c_text
 from modelnew.ir import Argument, Graph, Live, Node, Ref, Tensor
-from modelnew.ops import Op, activations, arithmetic
+from modelnew.ops import Op, activations, arithmetic, float_literal
 from modelnew.render import device_functions, device_text
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
@@ -418,7 +418,8 @@ def ulps(found: Array, truth: Array) -> Array:
     """Distance in units of the last place of a float32 near `truth`."""
     with np.errstate(all="ignore"):
         exponent = np.floor(np.log2(np.abs(truth)))
-        return np.abs(found - truth) / np.exp2(exponent - 23)
+        distance: Array = np.abs(found - truth) / np.exp2(exponent - 23)
+    return distance
 
 
 def judge(case: Case, given: Mapping[str, Array], mine: Array) -> list[str]:

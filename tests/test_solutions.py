@@ -468,7 +468,8 @@ def oldest_arch() -> str:
     assert NVCC is not None
     command = [str(NVCC), "--list-gpu-arch"]
     listed: str = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return min(re.findall(r"compute_(\d+)\b", listed), key=int)
+    found: list[str] = re.findall(r"compute_(\d+)\b", listed)
+    return min(found, key=int)
 
 
 @needs_nvcc

@@ -8,7 +8,9 @@ of a row's test is the ATen operator itself, on values drawn from `domain`.
 
 from __future__ import annotations
 
+import math
 import re
+import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -56,7 +58,32 @@ class Op:
         """The C expression of `node`, each parameter replaced by its text."""
         values = self.values(node)
         expr = self.expr if isinstance(self.expr, str) else self.expr(values, texts)
-        return re.sub(r"\b[A-Za-z_]\w*\b", lambda match: texts.get(match[0], match[0]), expr)
+
+        def replaced(match: re.Match[str]) -> str:
+            text = texts.get(match[0], match[0])
+            signed = text.startswith("-") and expr[: match.start()].endswith("-")
+            return f"({text})" if signed else text
+
+        return re.sub(r"\b[A-Za-z_]\w*\b", replaced, expr)
+
+
+def float_literal(value: float) -> str:
+    """The shortest C literal that is `value` rounded to float32."""
+    if math.isnan(value):
+        return "NAN"
+    try:
+        single = struct.unpack("f", struct.pack("f", value))[0]
+    except OverflowError:
+        single = math.copysign(math.inf, value)
+    if math.isinf(single):
+        return "INFINITY" if single > 0 else "-INFINITY"
+    for digits in range(1, 10):
+        text = f"{single:.{digits}g}"
+        if struct.unpack("f", struct.pack("f", float(text)))[0] == single:
+            break
+    if "e" in text or "." in text:
+        return text + "f"
+    return text + ".0f"
 
 
 def find(node: Node) -> Op | None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from modelnew.ir import Arg
-from modelnew.ops import Expression, Op, Texts, Values
+from modelnew.ir import Arg, Live
+from modelnew.ops import Expression, Op, Texts, Values, float_literal
 
 
-def _scaled(sign: str) -> Expression:
-    """x + alpha * y, with the factor left out where it is the schema's 1."""
+def _scaled(pattern: str) -> Expression:
+    """x + alpha * y and the like; the product of two constants is formed here, in float64."""
 
     def expr(values: Values, texts: Texts) -> str:
-        return f"x {sign} y" if values["alpha"] == 1 else f"x {sign} alpha * y"
+        y, alpha = values["y"], values["alpha"]
+        if alpha == 1:
+            return pattern.format("y")
+        if isinstance(y, int | float) and isinstance(alpha, int | float):
+            return pattern.format(float_literal(float(y) * float(alpha)))
+        return pattern.format("alpha * y")
 
     return expr
 
@@ -43,7 +48,7 @@ def _pow(values: Values, texts: Texts) -> str:
     exponent = values["y"]
     if isinstance(exponent, int | float) and float(exponent) in _POWERS:
         return _POWERS[float(exponent)]
-    return "powf(x, y)"
+    return "pow_scalarf(x, y)" if isinstance(exponent, Live) else "powf(x, y)"
 
 
 def _unit(values: Values, name: str) -> bool:
@@ -65,9 +70,9 @@ def _clamp(values: Values, texts: Texts) -> str:
 
 
 ROWS = (
-    Op("add", "x y alpha", _scaled("+"), attrs={"alpha": 0.7}, formula="x + y"),
-    Op("sub", "x y alpha", _scaled("-"), attrs={"alpha": 0.7}, formula="x - y"),
-    Op("rsub", "x y alpha", _rsub, attrs={"alpha": 0.7}, formula="y - x"),
+    Op("add", "x y alpha", _scaled("x + {}"), attrs={"alpha": 0.75}, formula="x + y"),
+    Op("sub", "x y alpha", _scaled("x - {}"), attrs={"alpha": 0.75}, formula="x - y"),
+    Op("rsub", "x y alpha", _rsub, attrs={"alpha": 0.75}, formula="y - x"),
     Op("mul", "x y", "x * y", formula="x * y"),
     Op("div", "x y rounding_mode", _div, formula="x / y"),
     Op("pow", "x y", _pow, domain=(1.0e-3, 8.0), attrs={"y": 2.5}),
