@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from modelnew import emit, render, tune
+from modelnew import render, tune
+from modelnew.formula import formula
 from modelnew.ir import Guard, Library, Plan, Pointwise
 from modelnew.reference import Reference
 
@@ -26,7 +27,7 @@ def _kernel(step: Pointwise) -> list[str]:
     reads = ", ".join(f"{a.tensor.name} {a.tensor.dtype}{list(a.tensor.shape)}" for a in step.reads)
     return [
         f"  kernel {step.name}",
-        *(f"    {line}" for line in emit.formula(step)),
+        *(f"    {line}" for line in formula(step)),
         f"    reads {reads}",
         f"    one pack of {launch.vec_bytes} bytes a thread, {launch.threads} threads a block; "
         "single elements where a layout forbids packs",

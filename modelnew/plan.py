@@ -33,7 +33,7 @@ from modelnew.ir import (
 )
 
 # A kernel's operands travel as kernel parameters, of which every GPU gives at least 4 KB: 8
-# dimensions of 8 bytes and a pointer are 72 bytes an operand.
+# dimensions of 8 bytes, a pointer and an element size are 76 bytes an operand.
 MAX_OPERANDS = 48
 
 # Calls that return their operand, or a copy nobody can tell from it unless one is written to.
@@ -49,9 +49,12 @@ FRESH = (
     "log_softmax", "cumsum", "cumprod", "embedding",
 )  # fmt: skip
 
+# Library calls that also write to buffers, in training, which their schema does not say.
+STATEFUL = ("batch_norm", "instance_norm")
+
 
 def plan(graph: Graph) -> Plan:
-    """The plan of `graph`. Raises ModelNewError when nothing of it can run as given."""
+    """The plan of `graph`: its pointwise nodes in regions, every other node a library call."""
     graph = _without_dead(_functional(_without_aliases(graph)))
     reasons = {node.result: ops.why_not(node, graph) for node in graph.nodes}
     regions = _Grouping(graph, reasons).regions()
@@ -152,7 +155,8 @@ def _without_dead(graph: Graph) -> Graph:
     kept: list[Node] = []
     for node in reversed(graph.nodes):
         made = {node.result, *(tensor.name for tensor in node.outputs)}
-        if node.mutates or node.random or made & needed:
+        effect = node.mutates or node.random or node.packet in STATEFUL
+        if effect or made & needed:
             kept.append(node)
             needed.update(node.reads)
     return replace(graph, nodes=tuple(reversed(kept)))

@@ -13,6 +13,7 @@ from pathlib import Path
 import jinja2
 
 from modelnew import __version__, emit, tune
+from modelnew.formula import WIDTH, formula, formula_text
 from modelnew.ir import Library, ModelNewError, Plan, Pointwise, Tensor
 from modelnew.ops import FLOATS
 from modelnew.reference import Reference
@@ -194,10 +195,10 @@ def fold(text: str) -> str:
 
 def _folded(line: str) -> list[str]:
     indent = len(line) - len(line.lstrip())
-    if len(line) <= emit.WIDTH or line.lstrip().startswith(("//", "#")):
+    if len(line) <= WIDTH or line.lstrip().startswith(("//", "#")):
         return [line]
     depth, quoted, last = 0, False, 0
-    for column, character in enumerate(line[: emit.WIDTH]):
+    for column, character in enumerate(line[:WIDTH]):
         quoted ^= character == '"' and line[column - 1] != "\\"
         depth += 0 if quoted else (character in "([{") - (character in ")]}")
         if not quoted and depth > 0 and character == "," and line[column + 1 : column + 2] == " ":
@@ -210,9 +211,9 @@ def _folded(line: str) -> list[str]:
 
 
 def _folded_rest(line: str) -> list[str]:
-    if len(line) <= emit.WIDTH:
+    if len(line) <= WIDTH:
         return [line]
-    cut = line.rfind(", ", 0, emit.WIDTH)
+    cut = line.rfind(", ", 0, WIDTH)
     if cut < 0:
         return [line]
     indent = len(line) - len(line.lstrip())
@@ -241,7 +242,7 @@ def _plan_lines(plan: Plan) -> list[str]:
             case Pointwise():
                 made = f"{_shapes(step.writes)}, {_amount(step.bytes)}"
                 lines += [f"  kernel {step.name}: {made}"]
-                lines += [f"    {line}" for line in emit.formula(step)]
+                lines += [f"    {line}" for line in formula(step)]
             case Library():
                 name = step.node.op.removesuffix(".default")
                 lines.append(f"  PyTorch {name}: {_shapes(step.node.outputs)}".rstrip(": "))
@@ -255,7 +256,7 @@ def rows(plan: Plan) -> list[str]:
         match step:
             case Pointwise():
                 table.append(
-                    (f"kernel {step.name}", emit.formula_text(step), _shapes(step.writes),
+                    (f"kernel {step.name}", formula_text(step), _shapes(step.writes),
                      _amount(step.bytes))
                 )  # fmt: skip
             case Library():

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from modelnew.ir import ModelNewError
 
-FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 KEPT_NAMES = ("Model", "get_inputs", "get_init_inputs")
 
 

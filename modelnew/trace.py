@@ -232,6 +232,8 @@ class _Reader:
             given = index < len(node.args) or spec.name in node.kwargs
             raw = node.args[index] if index < len(node.args) else node.kwargs.get(spec.name)
             value = self._arg(raw if given else spec.default_value)
+            if spec.name == "cudnn_enabled":  # a setting of the machine, not of the model
+                value = Literal("torch.backends.cudnn.enabled")
             is_default = not given or _same(raw, spec.default_value)
             args.append(Argument(spec.name, value, is_default, spec.kwarg_only))
             if spec.alias_info is not None and isinstance(value, Ref):

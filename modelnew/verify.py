@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from modelnew import checks, ledger
+from modelnew import checks
 from modelnew.gate import Verdict
 from modelnew.ir import ModelNewError
 from modelnew.measure import (
@@ -63,8 +63,6 @@ LARGE_FREE_BYTES = 60 * 10**9
 LARGE_ELEMENTS = 1 << 31
 LARGE_EXTRA = 1031  # rows beyond 2^31 elements
 LARGE_TOTAL = 3 * LARGE_ELEMENTS  # of all inputs together
-
-update_ledger = ledger.record_verification
 
 
 def verify(

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from modelnew import emit, invariants
+from modelnew.formula import formula
 from modelnew.interpret import interpret
 from modelnew.ir import (
     Graph,
@@ -576,7 +577,7 @@ def test_text_of_forward_gives_the_models_answer(name: str, subject: Get) -> Non
 def test_formulas_stay_short(subject: Get) -> None:
     """Each step uses the last one twice: written out in full, the formula doubles at each."""
     (kernel,) = subject("doubling").plan.kernels
-    assert sum(map(len, emit.formula(kernel))) < 20_000
+    assert sum(map(len, formula(kernel))) < 20_000
 
 
 # --- regions -------------------------------------------------------------------------------------
