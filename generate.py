@@ -10,7 +10,6 @@ import difflib
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -20,6 +19,7 @@ from typing import Any
 import click
 
 from modelnew import __version__
+from modelnew.files import replace_file
 
 STALE = 3
 
@@ -62,7 +62,7 @@ def render(
     from modelnew.render import options
 
     overrides, chosen = _settings(settings), _usage(lambda: options(dtypes, target))
-    files, taken = _usage(partial(pipeline.reference_files, paths)), set[str]()
+    files, taken = _references(paths), set[str]()
     failed = stale = bare = 0
     for path in files:
         start = time.perf_counter()
@@ -80,7 +80,7 @@ def render(
         if check or diff:
             stale += _compare(out / path.name, made.text, diff)
             continue
-        if _attempt(path, partial(_write, out / path.name, made.text)) is None:
+        if _attempt(path, partial(replace_file, out / path.name, made.text)) is None:
             failed += 1
             continue
         click.echo(f"{out / path.name}: {what}, {time.perf_counter() - start:.1f} s")
@@ -98,7 +98,7 @@ def explain(paths: Sequence[Path], settings: Sequence[str]) -> None:
     from modelnew.explain import explain as text
 
     overrides, failed = _settings(settings), 0
-    for path in _usage(partial(pipeline.reference_files, paths)):
+    for path in _references(paths):
         made = _attempt(path, partial(pipeline.planned, path, overrides))
         failed += made is None
         if made is not None:
@@ -118,7 +118,7 @@ def verify(
     timeout: float,
 ) -> None:  # fmt: skip
     """Checks every solution against its reference on a GPU."""
-    from modelnew import ledger, pipeline
+    from modelnew import ledger
     from modelnew.verify import verify as measure
 
     overrides = _settings(settings)
@@ -130,7 +130,7 @@ def verify(
             ledger.record_verification(out / ledger.NAME, result, out)
         return result
 
-    _measure(_usage(partial(pipeline.reference_files, paths)), out, json_path, row, _verified_line)
+    _measure(_references(paths), out, json_path, row, _verified_line)
 
 
 @main.command()
@@ -162,7 +162,7 @@ def bench(
             ledger.record_speed(out / ledger.NAME, result, out)
         return result
 
-    _measure(_usage(partial(pipeline.reference_files, paths)), out, json_path, row, _timed_line)
+    _measure(_references(paths), out, json_path, row, _timed_line)
 
 
 @main.command()
@@ -184,6 +184,13 @@ def _settings(settings: Iterable[str]) -> dict[str, str]:
         if not sign or not name.strip().isidentifier():
             raise click.UsageError(f"--set {name}: write it as NAME=VALUE")
     return {name.strip(): value for name, _, value in pairs}
+
+
+def _references(paths: Sequence[Path]) -> list[Path]:
+    from modelnew.pipeline import reference_files
+
+    files: list[Path] = _usage(partial(reference_files, paths))
+    return files
 
 
 def _usage(make: Callable[[], Any]) -> Any:
@@ -220,21 +227,6 @@ def _fail(message: str) -> int:
     return 1
 
 
-def _write(path: Path, text: str) -> bool:
-    """Replaces the file as a whole: an interrupted write leaves the old one. Always True."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    return True
-
-
 def _compare(path: Path, text: str, show: bool) -> int:
     """1 when the file is stale or missing."""
     old = path.read_bytes() if path.exists() else b""
@@ -263,7 +255,7 @@ def _measure(
         rows.append(result)
         click.echo(f"{path.stem:34} {line(result)}")
         if json_path is not None:
-            _write(json_path, json.dumps(rows, indent=1) + "\n")
+            replace_file(json_path, json.dumps(rows, indent=1) + "\n")
     sys.exit(1 if any(result["status"] != "ok" for result in rows) else 0)
 
 

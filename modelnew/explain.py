@@ -48,6 +48,5 @@ def _held(plan: Plan) -> list[str]:
 
 
 def _guard(guard: Guard) -> str:
-    return (
-        f"{guard.label} = {guard.value.strip('(,)') if '.shape[' in guard.label else guard.value}"
-    )
+    one_size = guard.label != guard.text
+    return f"{guard.label} = {guard.value.strip('(,)') if one_size else guard.value}"

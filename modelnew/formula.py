@@ -80,8 +80,4 @@ def _is_infix(node: Node) -> bool:
     """Whether a reader's formula of the node is the row's own, with operands around a sign."""
     op = ops.find(node)
     extra = [a for a in node.args if not a.default and not isinstance(a.value, Ref)]
-    return bool(op and op.formula) and (
-        len(extra) == 0
-        or len(node.args) - len(extra) == 1
-        or all(a.name in ("other", "self") for a in extra)
-    )
+    return bool(op and op.formula) and all(a.name in ("other", "self") for a in extra)

@@ -8,12 +8,11 @@ keys, two spaces, a newline at the end; it is replaced at once, never half writt
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from modelnew.files import replace_file
 from modelnew.measure import sha256
 
 NAME = "verified.json"
@@ -79,12 +78,4 @@ def _write(path: Path, entries: Entries, folder: Path) -> None:
     present = {sha256(file) for file in folder.glob("*.py")}
     kept = {digest: entry for digest, entry in entries.items() if digest in present}
     text = json.dumps(kept, indent=2, sort_keys=True, allow_nan=False) + "\n"
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as sink:
-            sink.write(text)
-        os.chmod(temporary, 0o644)  # mkstemp makes it private
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    replace_file(path, text)

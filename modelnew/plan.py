@@ -59,10 +59,9 @@ def plan(graph: Graph) -> Plan:
     reasons = {node.result: ops.why_not(node, graph) for node in graph.nodes}
     regions = _Grouping(graph, reasons).regions()
     steps: list[Step] = [_pointwise(graph, region) for region in regions]
-    fused = {name for region in regions for name in region.members}
     for node in graph.nodes:
-        if node.result not in fused:
-            steps.append(Library(node, reasons[node.result] or "not pointwise"))
+        if (why := reasons[node.result]) is not None:
+            steps.append(Library(node, why))
     return Plan(graph, _named(_ordered(graph, steps)))
 
 

@@ -314,15 +314,14 @@ def lint(text: str, ref: Reference) -> None:
             f"{_where(ref, re.escape(found[0]))}: non-ASCII text {found[0]!r}: torch writes the "
             "source in the locale's encoding: spell it in ASCII"
         )
+    bare = _bare(text)
     for pattern in BANNED:
-        if found := re.search(pattern, _bare(text)):
+        if found := re.search(pattern, bare):
             raise ModelNewError(
                 f"{_where(ref, pattern)}: the file would contain {found[0]!r}, which harness "
                 "checkers refuse: keep it out of the constructor and of what it uses"
             )
-    path = str(ref.path)
-    tree = ast.parse(text)
-    for node in tree.body:
+    for node in ast.parse(text).body:
         names = []
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names = [node.name]
@@ -330,7 +329,7 @@ def lint(text: str, ref: Reference) -> None:
             names = [t.id for t in node.targets if isinstance(t, ast.Name)]
         for name in names:
             if not name.startswith("_") and name != "ModelNew":
-                raise ModelNewError(f"{path}: the file would define the global {name}")
+                raise ModelNewError(f"{ref.path}: the file would define the global {name}")
 
 
 def _bare(text: str) -> str:

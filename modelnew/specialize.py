@@ -8,7 +8,7 @@ a number that follows the change stays live, a graph that changes in another way
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -21,12 +21,20 @@ from modelnew.reference import Reference, attribute_text
 if TYPE_CHECKING:
     from modelnew.trace import Leaf
 
+# For each numeric constructor argument: the texts of the numeric attributes that follow it, and
+# whether nothing else does.
+Changes: TypeAlias = Mapping[str, tuple[set[str], bool]]
 TraceOnce: TypeAlias = "Callable[[torch.nn.Module, Sequence[Leaf]], Graph]"
 
 
 def specialize(ref: Reference, base: Graph, trace_once: TraceOnce, leaves: Sequence[Leaf]) -> Graph:
     """`base` with Live numbers, and guards for everything else that it was traced for."""
-    found = _with_live(ref, base, trace_once, leaves, _scalar_attributes(ref))
+    changes = {
+        name: _changes(ref, name, _perturbed(value))
+        for name, value in ref.arguments().items()
+        if _is_number(value)
+    }
+    found = _with_live(ref, base, trace_once, leaves, _scalar_attributes(ref, changes))
     numbers = tuple(
         Guard(leaf.text, repr(leaf.value))
         for leaf in leaves
@@ -36,7 +44,7 @@ def specialize(ref: Reference, base: Graph, trace_once: TraceOnce, leaves: Seque
     return replace(
         base,
         nodes=found.nodes,
-        arguments=tuple(_argument_guards(ref, found.baked)),
+        arguments=tuple(_argument_guards(ref, changes, found.baked)),
         pins=numbers + tuple(_attribute_pins(ref, found.baked)) + found.conditions + sizes,
     )
 
@@ -44,13 +52,17 @@ def specialize(ref: Reference, base: Graph, trace_once: TraceOnce, leaves: Seque
 # --- attributes -----------------------------------------------------------------------------
 
 
-def _attributes(model: torch.nn.Module) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """(text, name, namespace) of each plain attribute of each module of `model`."""
+def _attributes(model: torch.nn.Module) -> Iterator[tuple[str, str, torch.nn.Module]]:
+    """(text, name, module) of each plain attribute of each module of `model`."""
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if not name.startswith("_") and not isinstance(value, torch.Tensor):
                 full = f"{path}.{name}" if path else name
-                yield attribute_text(full), name, vars(module)
+                yield attribute_text(full), name, module
+
+
+def _values(model: torch.nn.Module) -> dict[str, Any]:
+    return {text: vars(module)[name] for text, name, module in _attributes(model)}
 
 
 def _is_number(value: object) -> bool:
@@ -72,8 +84,7 @@ def _changes(ref: Reference, name: str, value: Any) -> tuple[set[str], bool]:
         model = ref.build(**{**arguments, name: value})
     except Exception:  # the constructor refuses it: this argument is no plain number
         return set(), False
-    mine = {text: space[key] for text, key, space in _attributes(ref.model)}
-    theirs = {text: space[key] for text, key, space in _attributes(model)}
+    mine, theirs = _values(ref.model), _values(model)
     shapes = [
         [(key, tuple(tensor.shape)) for key, tensor in each.state_dict().items()]
         for each in (ref.model, model)
@@ -81,40 +92,31 @@ def _changes(ref: Reference, name: str, value: Any) -> tuple[set[str], bool]:
     types = [[(key, type(m)) for key, m in each.named_modules()] for each in (ref.model, model)]
     if shapes[0] != shapes[1] or types[0] != types[1] or mine.keys() != theirs.keys():
         return set(), False
-    differ = {text for text in mine if not _equal(mine[text], theirs[text])}
+    differ = {text for text in mine if not equal(mine[text], theirs[text])}
     return differ, all(_is_number(mine[t]) and _is_number(theirs[t]) for t in differ)
 
 
-def _equal(left: Any, right: Any) -> bool:
+def equal(left: Any, right: Any) -> bool:
+    """Whether two values are of one type and equal; what cannot be compared is not."""
     if left is right:
         return True
     try:
         return type(left) is type(right) and bool(left == right)
-    except Exception:  # objects without a usable equality count as different
+    except Exception:
         return False
 
 
-def _numeric_arguments(ref: Reference) -> Iterator[tuple[str, Any]]:
-    for name, value in ref.arguments().items():
-        if _is_number(value):
-            yield name, value
-
-
-def _scalar_attributes(ref: Reference) -> set[str]:
+def _scalar_attributes(ref: Reference, changes: Changes) -> set[str]:
     """Texts of the attributes that may stay live.
 
     Every float is a candidate, and an int that follows a constructor argument for which a float
     can stand in: `Model(scale=2)` is a scalar, the 2 of a kernel size is not.
     """
-    found = {text for text, name, space in _attributes(ref.model) if type(space[name]) is float}
-    for name, value in _numeric_arguments(ref):
-        differ, only = _changes(ref, name, _perturbed(value))
-        if only:
-            found |= differ
+    following = set().union(*(differ for differ, only in changes.values() if only))
     return {
         text
-        for text, name, space in _attributes(ref.model)
-        if text in found and _is_number(space[name])
+        for text, value in _values(ref.model).items()
+        if _is_number(value) and (type(value) is float or text in following)
     }
 
 
@@ -139,9 +141,9 @@ def _with_live(
     for candidates in (scalars | floats, floats):
         table = LiveTable()
         model = ref.build(*ref.init_inputs)
-        for text, name, space in list(_attributes(model)):
+        for text, name, module in list(_attributes(model)):
             if text in candidates:
-                space[name] = table.sentinel(space[name], text)
+                vars(module)[name] = table.sentinel(vars(module)[name], text)
         given = [
             replace(leaf, value=table.sentinel(leaf.value, leaf.text))
             if leaf.text in candidates and _is_number(leaf.value)
@@ -203,7 +205,7 @@ def _merge(mine: Any, theirs: Any, table: LiveTable) -> Any:
             if marker in items:
                 return marker
         return tuple(items)
-    if _equal(mine, theirs):
+    if equal(mine, theirs):
         return mine
     if type(theirs) is float and type(mine) in (int, float):
         text = table.texts.get(theirs)
@@ -213,27 +215,22 @@ def _merge(mine: Any, theirs: Any, table: LiveTable) -> Any:
 
 def _attribute_pins(ref: Reference, baked: frozenset[str]) -> Iterator[Guard]:
     """A guard for each number of the user's own modules that the graph holds as a constant."""
-    own = {
-        attribute_text(f"{path}.{name}" if path else name): value
-        for path, module in ref.model.named_modules()
-        if not type(module).__module__.startswith("torch.")
-        for name, value in vars(module).items()
-        if _is_number(value)
-    }
-    for text in sorted(baked & own.keys()):
-        yield Guard(text, repr(own[text]))
+    for text, name, module in sorted(_attributes(ref.model), key=lambda found: found[0]):
+        value = vars(module)[name]
+        own = not type(module).__module__.startswith("torch.")
+        if text in baked and own and _is_number(value):
+            yield Guard(text, repr(value))
 
 
 # --- constructor arguments ------------------------------------------------------------------
 
 
-def _argument_guards(ref: Reference, baked: frozenset[str]) -> Iterator[Guard]:
+def _argument_guards(ref: Reference, changes: Changes, baked: frozenset[str]) -> Iterator[Guard]:
     """A guard for every constructor argument that is not proven live or without effect."""
     for name, value in ref.arguments().items():
-        if _is_number(value):
-            differ, only = _changes(ref, name, _perturbed(value))
-            if only and not differ & baked:
-                continue
+        differ, only = changes.get(name, (set(), False))
+        if only and not differ & baked:
+            continue
         text = repr(value)
         if "<" in text or isinstance(value, torch.Tensor):
             continue  # an object without a literal form cannot be compared in the file

@@ -30,7 +30,7 @@ from modelnew.ir import (
     refs_in,
 )
 from modelnew.reference import Reference, attribute_text, user_line
-from modelnew.specialize import specialize
+from modelnew.specialize import equal, specialize
 
 # Checks that torch.export adds; they hold by construction and compute nothing.
 CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async")
@@ -234,7 +234,7 @@ class _Reader:
             value = self._arg(raw if given else spec.default_value)
             if spec.name == "cudnn_enabled":  # a setting of the machine, not of the model
                 value = Literal("torch.backends.cudnn.enabled")
-            is_default = not given or _same(raw, spec.default_value)
+            is_default = not given or equal(raw, spec.default_value)
             args.append(Argument(spec.name, value, is_default, spec.kwarg_only))
             if spec.alias_info is not None and isinstance(value, Ref):
                 (mutates if spec.alias_info.is_write else views).append(value.name)
@@ -295,10 +295,8 @@ class _Reader:
         """The nodes of the graphs that a higher-order operator is given."""
         for given in node.args:
             if isinstance(given, torch.fx.Node) and given.op == "get_attr":
-                graph = getattr(
-                    getattr(self.program.graph_module, str(given.target)), "graph", None
-                )
-                yield from graph.nodes if graph is not None else ()
+                module = getattr(self.program.graph_module, str(given.target))
+                yield from module.graph.nodes if hasattr(module, "graph") else ()
 
     def _output(self) -> Ref | Output:
         (node,) = (n for n in self.program.graph.nodes if n.op == "output")
@@ -354,10 +352,6 @@ def _free(name: str, taken: set[str]) -> str:
     while name in taken or name in ("self", "torch", "nn"):
         name += "_"
     return name
-
-
-def _same(left: Any, right: Any) -> bool:
-    return type(left) is type(right) and bool(left == right)
 
 
 def _at(source: Source | None) -> str:

@@ -10,7 +10,6 @@ import os
 import re
 import subprocess
 import sys
-import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,6 +19,7 @@ from typing import Any
 import cpu
 import pytest
 import torch
+from references import reference_text
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
@@ -44,23 +44,6 @@ COLUMNS = ("dim", "cols", "width")
 SIZES = ((3, 1031), (16, 64), (7, 12), (5, 1), (1, 1), (1, 4099), (1, 8), (0, 17), (5, 0))
 
 Models = tuple[nn.Module, nn.Module, nn.Module]
-
-
-def reference_text(forward: str, inputs: str, init: str = "") -> str:
-    """A reference of one expression or more; `n` is the constant that its inputs are sized by."""
-    body = [
-        "import torch",
-        "from torch import nn",
-        "class Model(nn.Module):",
-        "    def __init__(self):",
-        "        super().__init__()",
-        *(f"        {line}" for line in init.splitlines()),
-        *(f"    {line}" for line in textwrap.dedent(forward).strip().splitlines()),
-        "n = 64",
-        f"def get_inputs(): return [{inputs}]",
-        "def get_init_inputs(): return []",
-    ]
-    return "\n".join(body) + "\n"
 
 
 MANY = [f"a{i}" for i in range(40)]

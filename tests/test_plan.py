@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -13,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import references
 import torch
 from torch import nn
 
@@ -40,22 +40,7 @@ NAMES = sorted(path.stem for path in MODELS.glob("*.py"))
 
 
 def reference_text(forward: str, inputs: str = "torch.randn(3, n)", init: str = "") -> str:
-    """A reference whose forward takes what `inputs` gives; `n` is a constant of it."""
-    lines = textwrap.dedent(forward).strip("\n").splitlines()
-    body = [
-        "import torch",
-        "from torch import nn",
-        "import torch.nn.functional as F",
-        "class Model(nn.Module):",
-        "    def __init__(self):",
-        "        super().__init__()",
-        *(f"        {line}" for line in textwrap.dedent(init).strip().splitlines()),
-        *(f"    {line}" for line in lines),
-        "n = 7",
-        f"def get_inputs(): return [{inputs}]",
-        "def get_init_inputs(): return []",
-    ]
-    return "\n".join(body) + "\n"
+    return references.reference_text(forward, inputs, init, n=7)
 
 
 TWO = "torch.randn(3, n), torch.randn(3, n)"

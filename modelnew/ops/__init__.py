@@ -97,6 +97,8 @@ def why_not(node: Node, graph: Graph) -> str | None:
     op = find(node)
     if op is None:
         return "no pointwise operator"
+    if node.mutates:
+        return "writes in place to what something else may see"
     if len(node.outputs) != 1:
         return "writes into given tensors"
     (output,) = node.outputs
