@@ -266,7 +266,7 @@ def _verified_line(row: dict[str, Any]) -> str:
         skipped = sum(check["status"] == "skipped" for check in row["checks"])
         text = f"{row['status']:6} {done} checks, {skipped} skipped"
         ratio = row.get("max_error_ratio")
-        text += "" if ratio is None else f", error {ratio:.2f} of the allowed"
+        text += "" if ratio is None else f", error {ratio:.2g} of the allowed"
         return "\n".join([text, *(f"    {c['name']}: {c['message']}" for c in wrong)])
     return f"{row['status']}: {row.get('message', '')}"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import keyword
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,15 +13,14 @@ from modelnew.ir import (
     DTYPE_BYTES,
     Arg,
     Library,
-    Literal,
     Live,
-    Node,
     Output,
     Plan,
     Pointwise,
     Ref,
     Tensor,
 )
+from modelnew.library import call_line
 
 C_TYPES: Mapping[str, str] = {
     "bool": "bool", "uint8": "uint8_t", "int8": "int8_t", "int16": "int16_t", "int32": "int32_t",
@@ -385,7 +383,7 @@ def forward_lines(plan: Plan, kernels: Sequence[Kernel]) -> list[str]:
             case Pointwise():
                 lines.append(_kernel_call(step, next(stream), bindings))
             case Library():
-                lines.append(_library_call(step.node, bindings))
+                lines.append(call_line(step.node, plan.graph))
     return [*lines, f"return {_result_text(plan.graph.output, bindings)}"]
 
 
@@ -393,40 +391,6 @@ def _kernel_call(step: Pointwise, k: Kernel, bindings: Mapping[str, str]) -> str
     tensors = [bindings.get(a.tensor.name, a.tensor.name) for a in step.reads]
     args = ", ".join([f"_cuda.{k.name}_forward", *tensors, *(s.text for s in k.scalars)])
     return f"{', '.join(step.body.results)} = _run({args})"
-
-
-def _library_call(node: Node, bindings: Mapping[str, str]) -> str:
-    if node.op == "python.getitem.int":
-        base, index = (python_text(a.value, bindings) for a in node.args)
-        return f"{node.result} = {base}[{index}]"
-    positional: list[str] = []
-    by_name: list[str] = []
-    skipped = False
-    for argument in node.args:
-        if argument.default:
-            skipped = True
-            continue
-        text = python_text(argument.value, bindings)
-        if skipped or argument.keyword:
-            by_name.append(f"{argument.name}={text}")
-        else:
-            positional.append(text)
-    call = f"torch.ops.{node.op}({', '.join(positional + by_name)})"
-    return call if node.mutates and not node.outputs else f"{node.result} = {call}"
-
-
-def python_text(value: Arg, bindings: Mapping[str, str]) -> str:
-    """An argument as Python text that is right inside ModelNew.forward."""
-    match value:
-        case Ref():
-            return bindings.get(value.name, value.name)
-        case Live() | Literal():
-            return value.text
-        case tuple():
-            return "[" + ", ".join(python_text(item, bindings) for item in value) + "]"
-        case float() if not math.isfinite(value):
-            return f'float("{value}")'
-    return repr(value)
 
 
 def _result_text(output: Ref | Output | None, bindings: Mapping[str, str]) -> str:

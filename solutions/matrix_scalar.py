@@ -177,6 +177,7 @@ _cuda = load_inline(
     cuda_sources=_SHARED + _CUDA,
     functions=["mul_forward"],
     no_implicit_headers=True,  # torch's headers in the CUDA part would take nvcc a minute
+    extra_cflags=["-Og"],  # a call takes a third less than with -O0, and no more to build
     extra_cuda_cflags=["-O3"],
 )
 
@@ -194,8 +195,9 @@ class _NoBackward(torch.autograd.Function):
 
 
 def _run(kernel, *args):
-    tensors = (arg for arg in args if isinstance(arg, torch.Tensor))
-    backward = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    backward = torch.is_grad_enabled() and any(
+        isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args
+    )
     if backward or torch.autograd.forward_ad._current_level >= 0:
         return _NoBackward.apply(kernel, *args)
     return kernel(*args)

@@ -108,8 +108,8 @@ __device__ inline float maximumf(float x, float y) {
 #endif
 }
 
-// 1 / x for x in [1, 2^126), within 1 ulp (PTX ISA, rcp.approx.ftz). An IEEE division is ten
-// instructions and a branch, which keeps the elements of a pack from overlapping.
+// 1 / x for x from 1 on, within 1 ulp (PTX ISA, rcp.approx.ftz), and 0 past 2^126. An IEEE division
+// is ten instructions and a branch, which keeps the elements of a pack from overlapping.
 __device__ inline float reciprocalf(float x) {
 #if defined(__CUDA_ARCH__)
     float y;
@@ -215,11 +215,12 @@ at::Tensor softplus_forward(at::Tensor x) {
 """
 
 _cuda = load_inline(
-    name="softplus_3515d8e3eaa3",
+    name="softplus_74c8f47d4be9",
     cpp_sources=_SHARED + _CPP,
     cuda_sources=_SHARED + _CUDA,
     functions=["softplus_forward"],
     no_implicit_headers=True,  # torch's headers in the CUDA part would take nvcc a minute
+    extra_cflags=["-Og"],  # a call takes a third less than with -O0, and no more to build
     extra_cuda_cflags=["-O3"],
 )
 
@@ -237,8 +238,9 @@ class _NoBackward(torch.autograd.Function):
 
 
 def _run(kernel, *args):
-    tensors = (arg for arg in args if isinstance(arg, torch.Tensor))
-    backward = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    backward = torch.is_grad_enabled() and any(
+        isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args
+    )
     if backward or torch.autograd.forward_ad._current_level >= 0:
         return _NoBackward.apply(kernel, *args)
     return kernel(*args)

@@ -61,6 +61,8 @@ VARIANTS: Mapping[tuple[str, str], Sequence[Any]] = {
 SCALAR = 0.75  # where neither row nor schema names a value
 # Rows whose tensor operands are masks.
 MASKS = ("mask",)
+# Rows for which PyTorch's CPU and CUDA kernels give zeros of different signs; we follow CUDA.
+ZERO_SIGN_OF_THE_GPU = ("elu", "relu", "relu6", "softshrink")
 
 
 @dataclass(frozen=True)
@@ -446,6 +448,9 @@ def judge(case: Case, given: Mapping[str, Array], mine: Array) -> list[str]:
             & differs(infinite, found, rounded) & ~edge,
             "a result below the normal range": below & ~(np.abs(found) <= TINY * 1.01)
             & (np.abs(theirs) <= TINY * 1.01),
+            "sign of zero": (found == 0) & (theirs == 0) & (truth == 0)
+            & differs(np.signbit, found, theirs) & differs(np.signbit, found, truth)
+            & (case.row.name not in ZERO_SIGN_OF_THE_GPU),
         }  # fmt: skip
     faults = [
         f"{rule} at {int(wrong.sum())} points: {at(int(np.argmax(wrong)))}"
@@ -518,6 +523,7 @@ def test_parameters_follow_the_schema(row: str) -> None:
 PLANTED: Mapping[str, Op] = {
     "NaN": Op("relu", "x", "fmaxf(x, 0.0f)"),
     "infinity": Op("sigmoid", "x", "expf(x) / (1.0f + expf(x)) + 0.0f * x"),
+    "sign of zero": Op("floor", "x", "floorf(x) + 0.0f"),
     "ulp": Op("expm1", "x", "expf(x) - 1.0f"),
     "ulp of gelu": Op("gelu", "x approximate", "0.5f * x * (1.0f + tanhf(0.79788456f * x))"),
     "a branch": Op(

@@ -316,17 +316,17 @@ TORCH_FLAGS = (
 )
 # Approximate instructions, and the calls of the CUDA text that bring them (nvcc 13.0, each
 # function compiled alone). Everything else, log and sqrt and division too, is IEEE or polynomial.
-# - ex2.approx (2 ulp): the core of the exponentials. expf, tanhf, erff and erfcf give the .ftz form
-#   a reduced argument, for which only a result below 2^-126 would differ; power_of_twof says so.
-# - rcp.approx.ftz (1 ulp): reciprocalf takes arguments in [1, 2^126) alone, where nothing is
-#   flushed. tanhf, erfcf, powf and fmodf divide normal numbers by it and correct the quotient or
-#   bound its share of the error.
+# - ex2.approx (2 ulp): the core of the exponentials. expf, erff and erfcf give the .ftz form a
+#   reduced argument, for which only a result below 2^-126 would differ; power_of_twof says so.
+# - rcp.approx.ftz (1 ulp): reciprocalf takes arguments from 1 on alone, and adds its result to
+#   larger numbers where it may be flushed. erfcf, powf and fmodf divide normal numbers by it and
+#   correct the quotient or bound its share of the error.
 # - div.approx: the first guess of fmodf, which is exact in the end.
 # - rsqrt.approx (2 ulp): CUDA's own rsqrtf, which PyTorch's kernels call as well.
 ALLOWED: Mapping[str, str] = {
     "ex2.approx.f32": r"\b(exp2f|expm1f)\(",
-    "ex2.approx.ftz.f32": r"\b(expf|tanhf|erff|erfcf|power_of_twof)\(",
-    "rcp.approx.ftz.f32": r"\b(reciprocalf|tanhf|erfcf|powf|fmodf)\(",
+    "ex2.approx.ftz.f32": r"\b(expf|erff|erfcf|power_of_twof)\(",
+    "rcp.approx.ftz.f32": r"\b(reciprocalf|erfcf|powf|fmodf)\(",
     "div.approx.f32": r"\bfmodf\(",
     "rsqrt.approx.f32": r"\brsqrtf\(",
 }

@@ -35,7 +35,7 @@ ROWS = (
     Op("log1p", "x", "log1pf(x)", domain=(-0.999, 50.0)),
     Op("sin", "x", "sinf(x)"),
     Op("cos", "x", "cosf(x)"),
-    Op("tanh", "x", "tanhf(x)"),
+    Op("tanh", "x", "tanh_expf(x)"),
     Op("erf", "x", "erff(x)", domain=(-5.0, 5.0)),
     Op("erfc", "x", "erfcf(x)", domain=(-5.0, 5.0)),
     Op("floor", "x", "floorf(x)"),

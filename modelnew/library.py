@@ -1,0 +1,148 @@
+"""Writes a library call as people write it, where that reaches the very same ATen overload.
+
+`torch.ops.aten.unsqueeze.default(x, 1)` is always right, but goes through the operator registry:
+4 us on the CPU that `x.unsqueeze(1)` does not take, and 70 us when its code is not in the caches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from types import BuiltinFunctionType, MethodDescriptorType
+from typing import Any
+
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from modelnew.ir import Arg, Argument, Graph, Literal, Live, Node, Ref, Tensor
+
+# By operator and the kinds of its arguments: the front part of the call, `torch.cat` or `.view`.
+_known: dict[tuple[Any, ...], str] = {}
+
+
+def call_line(node: Node, graph: Graph) -> str:
+    """The statement that runs `node` inside ModelNew.forward."""
+    if node.op == "python.getitem.int":
+        base, index = (python_text(a.value, graph.bindings) for a in node.args)
+        return f"{node.result} = {base}[{index}]"
+    args, by_name = _split(node)
+    texts = [python_text(value, graph.bindings) for value in args]
+    texts += [f"{name}={python_text(value, graph.bindings)}" for name, value in by_name.items()]
+    front = _front(node, graph.tensors)
+    if front.startswith("."):
+        front = texts.pop(0) + front
+    call = f"{front}({', '.join(texts)})"
+    return call if node.mutates and not node.outputs else f"{node.result} = {call}"
+
+
+def python_text(value: Arg, bindings: Mapping[str, str]) -> str:
+    """An argument as Python text that is right inside ModelNew.forward."""
+    match value:
+        case Ref():
+            return bindings.get(value.name, value.name)
+        case Live() | Literal():
+            return value.text
+        case tuple():
+            return "[" + ", ".join(python_text(item, bindings) for item in value) + "]"
+        case float() if not math.isfinite(value):
+            return f'float("{value}")'
+    return repr(value)
+
+
+def _split(node: Node) -> tuple[list[Arg], dict[str, Arg]]:
+    """What is given by position and what by name; defaults are left out."""
+    args: list[Arg] = []
+    by_name: dict[str, Arg] = {}
+    skipped = False
+    for argument in node.args:
+        if argument.default:
+            skipped = True
+        elif skipped or argument.keyword:
+            by_name[argument.name] = argument.value
+        else:
+            args.append(argument.value)
+    return args, by_name
+
+
+def _front(node: Node, tensors: Mapping[str, Tensor]) -> str:
+    args, by_name = _split(node)
+    key = (node.op, *(_kind(v, tensors) for v in args), *by_name)
+    if key not in _known:
+        found = (front for front, function in _forms(node) if _reaches(function, node, tensors))
+        _known[key] = next(found, f"torch.ops.{node.op}")
+    return _known[key]
+
+
+def _kind(value: Arg, tensors: Mapping[str, Tensor]) -> Any:
+    """What PyTorch's choice of an overload can depend on."""
+    match value:
+        case Ref():
+            return "tensor" if len(tensors[value.name].shape) else "0-dim tensor"
+        case tuple():
+            return tuple(_kind(item, tensors) for item in value[:1])
+    return type(value)
+
+
+def _forms(node: Node) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """The functions and methods of the operator's name that are bound without Python around."""
+    name, first = node.packet, node.args[0] if node.args else None
+    candidates = (
+        (f"nn.functional.{name}", torch.nn.functional, BuiltinFunctionType),
+        (f".{name}", torch.Tensor, MethodDescriptorType),
+        (f"torch.{name}", torch, BuiltinFunctionType),
+    )
+    for front, space, kind in candidates:
+        function = getattr(space, name, None)
+        method = front.startswith(".")
+        fits = not method or (first is not None and first.name == "self" and not first.default)
+        if isinstance(function, kind) and fits:
+            yield front, function
+
+
+def _reaches(function: Callable[..., Any], node: Node, tensors: Mapping[str, Tensor]) -> bool:
+    """Whether PyTorch takes this call to the node's overload, each argument in its place."""
+    args, by_name = _split(node)
+    names = list(dict.fromkeys(node.reads))
+    stand_ins = [
+        torch.empty(tensors[n].shape, dtype=getattr(torch, tensors[n].dtype), device="meta")
+        for n in names
+    ]
+
+    def call(*given: torch.Tensor) -> Any:
+        values = dict(zip(names, given, strict=True))
+        keywords = {name: _value(value, values) for name, value in by_name.items()}
+        return function(*(_value(value, values) for value in args), **keywords)
+
+    try:
+        traced = make_fx(call, pre_dispatch=True)(*stand_ins).graph
+    except Exception:
+        return False
+    calls = [n for n in traced.nodes if n.op == "call_function" and "getitem" not in str(n.target)]
+    if [str(n.target) for n in calls] != [node.op]:
+        return False
+    inputs = [n for n in traced.nodes if n.op == "placeholder"]
+    values = dict(zip(names, inputs, strict=True))
+    return all(_arrives(a, i, calls[0], values) for i, a in enumerate(node.args))
+
+
+def _arrives(argument: Argument, index: int, call: Any, values: Mapping[str, Any]) -> bool:
+    """Whether the traced call has the argument's value in the argument's place."""
+    default = call.target._schema.arguments[index].default_value
+    given = call.args[index] if index < len(call.args) else call.kwargs.get(argument.name, default)
+    expected = _value(argument.value, values)
+    return bool(given == expected) or (expected is None and given is False)
+
+
+def _value(value: Arg, tensors: Mapping[str, Any]) -> Any:
+    """The argument itself, on the device of the stand-ins."""
+    match value:
+        case Ref():
+            return tensors[value.name]
+        case Live():
+            return value.value
+        case Literal():
+            is_device = value.text.endswith(".device") or value.text.startswith("torch.device(")
+            return torch.device("meta") if is_device else eval(value.text, {"torch": torch})
+        case tuple():
+            return [_value(item, tensors) for item in value]
+    return value
