@@ -20,7 +20,7 @@ from modelnew.ir import (
     Ref,
     Tensor,
 )
-from modelnew.library import call_line
+from modelnew.library import Fronts, call_line
 
 C_TYPES: Mapping[str, str] = {
     "bool": "bool", "uint8": "uint8_t", "int8": "int8_t", "int16": "int16_t", "int32": "int32_t",
@@ -377,13 +377,14 @@ def forward_lines(plan: Plan, kernels: Sequence[Kernel]) -> list[str]:
     """The body of ModelNew.forward: one line a step."""
     bindings = dict(plan.graph.bindings)
     stream = iter(kernels)
+    fronts: Fronts = {}
     lines = []
     for step in plan.steps:
         match step:
             case Pointwise():
                 lines.append(_kernel_call(step, next(stream), bindings))
             case Library():
-                lines.append(call_line(step.node, plan.graph))
+                lines.append(call_line(step.node, plan.graph, fronts))
     return [*lines, f"return {_result_text(plan.graph.output, bindings)}"]
 
 

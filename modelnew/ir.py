@@ -86,8 +86,8 @@ class Node:
 
     `op` is "aten.leaky_relu.default". `mutates` names the tensors that the call writes to,
     `views` those that an output is a view of, `random` says that it draws from PyTorch's
-    generator. `result` is the name of the whole result, which
-    differs from its only output where the call returns a list or a tuple.
+    generator. `result` is the name of the whole result, which differs from its only output where
+    the call returns a list or a tuple.
     """
 
     op: str

@@ -14,7 +14,7 @@ import jinja2
 
 from modelnew import __version__, emit, tune
 from modelnew.formula import WIDTH, formula, formula_text
-from modelnew.ir import Library, ModelNewError, Plan, Pointwise, Tensor
+from modelnew.ir import Guard, Library, ModelNewError, Plan, Pointwise, Tensor
 from modelnew.ops import FLOATS
 from modelnew.reference import Reference
 from modelnew.source import Constructor, constructor
@@ -284,10 +284,7 @@ def _amount(count: int) -> str:
 
 def _model(plan: Plan, kernels: Sequence[emit.Kernel], source: Constructor) -> str:
     lines = [f"class ModelNew({source.bases}):"]
-    checks = [
-        f'    _check("{guard.label}", {guard.text}, {guard.value})'
-        for guard in plan.graph.arguments
-    ]
+    checks = [f"    {_check_line(guard)}" for guard in plan.graph.arguments]
     for member in source.members:
         body = member.splitlines()
         if member.startswith("def __init__"):
@@ -296,12 +293,16 @@ def _model(plan: Plan, kernels: Sequence[emit.Kernel], source: Constructor) -> s
     signature = source.signature
     lines += ["", f"    def forward({signature}):"]
     if plan.graph.training is not None:
-        lines.append(f'        _check("self.training", self.training, {plan.graph.training})')
-    for guard in plan.graph.pins:
-        lines.append(f'        _check("{guard.label}", {guard.text}, {guard.value})')
+        mode = Guard("self.training", str(plan.graph.training))
+        lines.append(f"        {_check_line(mode)}")
+    lines += [f"        {_check_line(guard)}" for guard in plan.graph.pins]
     lines += ["        " + line for line in emit.forward_lines(plan, kernels)]
     start = 0 if lines[1] else 1
     return "\n".join([lines[0], *lines[1 + start :]])
+
+
+def _check_line(guard: Guard) -> str:
+    return f'_check("{guard.label}", {guard.text}, {guard.value})'
 
 
 # --- lint -----------------------------------------------------------------------------------

@@ -29,13 +29,13 @@ def node(op: str, *given: object, **by_name: object) -> Node:
     for index, spec in enumerate(schema.arguments):
         is_given = index < len(given) or spec.name in by_name
         value = given[index] if index < len(given) else by_name.get(spec.name, spec.default_value)
-        arguments.append(Argument(spec.name, value, not is_given, spec.kwarg_only))  # type: ignore[arg-type]
+        arguments.append(Argument(spec.name, value, not is_given, spec.kwarg_only))
     return Node(op, "r", tuple(arguments), (Tensor("r", (), "float32"),))
 
 
 def line(call: Node) -> str:
     bindings = {"w": "self.linear.weight"}
-    return library.call_line(call, Graph(TENSORS, bindings, ("x",), (call,), Ref("r")))
+    return library.call_line(call, Graph(TENSORS, bindings, ("x",), (call,), Ref("r")), {})
 
 
 WRITTEN: Mapping[str, Node] = {
@@ -92,5 +92,11 @@ def test_a_call_that_goes_elsewhere_is_seen() -> None:
 
 def test_a_0_dim_tensor_is_asked_for_anew() -> None:
     """PyTorch may take one for a number, so what holds for a matrix need not hold for it."""
-    kinds = [library._kind(Ref(n), {**TENSORS, "s": Tensor("s", (), "float32")}) for n in "xs"]
+    tensors = {**TENSORS, "s": Tensor("s", (), "float32")}
+    kinds = [library._kind(Ref(n), tensors) for n in "xs"]
     assert kinds[0] != kinds[1]
+    calls = [node("aten.clamp.Tensor", X, max=Ref(name)) for name in ("b", "s")]
+    fronts: library.Fronts = {}
+    for call in calls:
+        library.call_line(call, Graph(tensors, {}, ("x",), (call,), Ref("r")), fronts)
+    assert len(fronts) == 2, "given by name it is as good a number"
