@@ -118,8 +118,8 @@ def verify(
     timeout: float,
 ) -> None:  # fmt: skip
     """Checks every solution against its reference on a GPU."""
-    from modelnew import ledger
-    from modelnew.verify import verify as measure
+    from modelnew.measure import ledger
+    from modelnew.measure.verify import verify as measure
 
     overrides = _settings(settings)
 
@@ -145,8 +145,9 @@ def bench(
     max_autotune: bool, timeout: float,
 ) -> None:  # fmt: skip
     """Times every solution beside eager PyTorch and torch.compile on a GPU."""
-    from modelnew import ledger, pipeline
-    from modelnew.bench import bench as measure
+    from modelnew import pipeline
+    from modelnew.measure import ledger
+    from modelnew.measure.bench import bench as measure
 
     overrides = _settings(settings)
 

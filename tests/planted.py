@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from modelnew import measure, verify
+from modelnew.measure import child, verify
 
 POINTWISE = """
 import torch
@@ -96,7 +96,7 @@ def examine(
     }
     events: list[Any] = []
     row = verify.child(payload, events.append)
-    json.dumps(measure.plain(row), allow_nan=False)
+    json.dumps(child.plain(row), allow_nan=False)
     assert [e["check"] for e in events if "check" in e] == row.get("checks", [])
     return row
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from modelnew import gate
+from modelnew.measure import gate
 
 
 def judged(y: Any, r: Any, t: Any, dtype: torch.dtype = torch.float32) -> gate.Verdict:

@@ -25,7 +25,7 @@ from planted import (
     wrong,
 )
 
-from modelnew import bench, measure, verify
+from modelnew.measure import bench, child, load, nested, verify
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_what_a_solution_does_to_its_process_is_one_row(
     assert row["status"] == status
     assert message in row["message"]
     assert "during: sizes odd" in row["message"]
-    assert row["sha256"] == measure.sha256(paths[1])
+    assert row["sha256"] == load.sha256(paths[1])
     assert row["torch"] == torch.__version__
     assert not row["complete"]
     assert any(c["name"] == "own seed 0" and c["status"] == "ok" for c in row["checks"])
@@ -214,7 +214,7 @@ child.wait()
 def test_the_child_runs_from_any_folder(tmp_path: Path) -> None:
     paths = write(tmp_path, POINTWISE, pointwise(""))
     code = (
-        "import json, sys; from pathlib import Path; from modelnew.verify import verify; "
+        "import json, sys; from pathlib import Path; from modelnew.measure.verify import verify; "
         "a, b = map(Path, sys.argv[1:]); "
         "print(json.dumps(verify(a, b, device='cpu', groups=['state', 'own'])))"
     )
@@ -224,7 +224,7 @@ def test_the_child_runs_from_any_folder(tmp_path: Path) -> None:
         text=True,
         check=True,
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(measure.PACKAGE_PARENT)},
+        env={**os.environ, "PYTHONPATH": str(child.PACKAGE_PARENT)},
     )
     row = json.loads(answer.stdout)
     assert row["status"] == "ok"
@@ -235,7 +235,7 @@ def test_the_child_runs_from_any_folder(tmp_path: Path) -> None:
 
 def test_long_messages_keep_the_errors() -> None:
     log = "\n".join(["FAILED: x", *["note: "] * 900, "file.cu(3): error: no", *["note: "] * 900])
-    text = measure.describe(RuntimeError(log))
+    text = child.describe(RuntimeError(log))
     assert "file.cu(3): error: no" in text
     assert len(text) < 3000
 
@@ -245,17 +245,17 @@ def test_long_messages_keep_the_errors() -> None:
 
 def test_overrides_replace_module_constants(tmp_path: Path) -> None:
     paths = write(tmp_path, POINTWISE, pointwise(""))
-    files = measure.load_files(*paths, {"rows": "3", "columns": "2 + 2"})
-    inputs = measure.own_inputs(files, 0, torch.device("cpu"))
+    files = load.load_files(*paths, {"rows": "3", "columns": "2 + 2"})
+    inputs = load.own_inputs(files, 0, torch.device("cpu"))
     assert inputs[0].shape == (3, 4)
-    with pytest.raises(measure.ModelNewError, match="--set depth: no such"):
-        measure.load_files(*paths, {"depth": "3"})
+    with pytest.raises(load.ModelNewError, match="--set depth: no such"):
+        load.load_files(*paths, {"depth": "3"})
 
 
 def test_twin_keeps_layout_and_contents() -> None:
     base = torch.arange(24.0).reshape(4, 6)
     for view in (base[1:, ::2], base.t(), base[:1].expand(5, 6), base[2, 3], base[:0]):
-        copy = measure.twin(view)
+        copy = nested.twin(view)
         assert torch.equal(copy, view)
         assert copy.stride() == view.stride()
         assert copy.storage_offset() == view.storage_offset()
@@ -309,7 +309,7 @@ def test_bench_survives_a_crash(tmp_path: Path) -> None:
     row = bench.bench(*paths, bytes_moved=None, device="cpu", compiled=False, timeout_s=100)
     assert row["status"] == "crashed"
     assert row["milliseconds"] == {}
-    assert row["sha256"] == measure.sha256(paths[1])
+    assert row["sha256"] == load.sha256(paths[1])
 
 
 # --- on a GPU ------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from references import reference_text
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from modelnew.gate import compare
+from modelnew.measure.gate import compare
 from modelnew.plan import plan
 from modelnew.reference import Reference, load
 from modelnew.render import render

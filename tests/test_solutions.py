@@ -25,8 +25,8 @@ from unittest import mock
 import pytest
 from torch.utils import cpp_extension
 
-from modelnew import ledger
 from modelnew.doctor import find_nvcc
+from modelnew.measure import ledger
 from modelnew.pipeline import generate
 from modelnew.render import Options
 

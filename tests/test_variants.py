@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from modelnew import variants
+from modelnew.measure import variants
 
 
 def kept(*shapes: tuple[int, ...]) -> Any:

@@ -15,18 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modelnew.gate import Verdict, compare, worst
-from modelnew.measure import (
-    Files,
-    construct,
-    describe,
-    leaves,
-    map_tensors,
-    same_bits,
-    tensors,
-    twin,
-)
-from modelnew.subject import (
+from modelnew.measure.child import describe
+from modelnew.measure.gate import Verdict, compare, worst
+from modelnew.measure.load import Files, construct
+from modelnew.measure.nested import leaves, map_tensors, same_bits, tensors, twin
+from modelnew.measure.subject import (
     RUN_SEED,
     Arguments,
     Skip,

@@ -13,18 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modelnew.measure import (
+from modelnew.measure.child import Json, Progress, Report, describe, run_child
+from modelnew.measure.load import (
     Files,
-    Json,
-    Progress,
-    Report,
     construct,
-    describe,
     facts,
     load_files,
     own_inputs,
     resolve,
-    run_child,
     sha256,
     synchronize,
 )

@@ -11,18 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modelnew.gate import Verdict, compare
-from modelnew.measure import (
-    Files,
-    Json,
-    Report,
-    construct,
-    describe,
-    map_tensors,
-    synchronize,
-    tensors,
-    twin,
-)
+from modelnew.measure.child import Json, Report, describe
+from modelnew.measure.gate import Verdict, compare
+from modelnew.measure.load import Files, construct, synchronize
+from modelnew.measure.nested import map_tensors, tensors, twin
 
 RUN_SEED = 1234
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from modelnew.files import replace_file
-from modelnew.measure import sha256
+from modelnew.measure.load import sha256
 
 NAME = "verified.json"
 SPEED = ("solution_ms", "eager_ms", "roofline_ratio")

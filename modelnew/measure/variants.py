@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelnew.measure import map_tensors, tensors
+from modelnew.measure.nested import map_tensors, tensors
 
 SAMPLE = 1 << 16  # values kept of each own input
 FILL_CHUNK = 1 << 26  # elements drawn at a time, so that index tensors stay small

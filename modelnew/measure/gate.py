@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelnew.measure import leaves
+from modelnew.measure.nested import leaves
 
 CHUNK = 1 << 25  # elements compared at a time: about ten float64 temporaries of 268 MB
 FEW = 64  # outputs of fewer elements get the elementwise allowance in the normwise bound

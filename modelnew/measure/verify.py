@@ -11,25 +11,13 @@ from typing import Any
 
 import torch
 
-from modelnew import checks
-from modelnew.gate import Verdict
 from modelnew.ir import ModelNewError
-from modelnew.measure import (
-    Files,
-    Json,
-    Progress,
-    Report,
-    describe,
-    facts,
-    load_files,
-    map_tensors,
-    own_inputs,
-    resolve,
-    run_child,
-    sha256,
-    tensors,
-)
-from modelnew.subject import (
+from modelnew.measure import checks
+from modelnew.measure.child import Json, Progress, Report, describe, run_child
+from modelnew.measure.gate import Verdict
+from modelnew.measure.load import Files, facts, load_files, own_inputs, resolve, sha256
+from modelnew.measure.nested import map_tensors, tensors
+from modelnew.measure.subject import (
     Arguments,
     DeviceLost,
     Recorder,
@@ -39,7 +27,7 @@ from modelnew.subject import (
     judge,
     reference_runs,
 )
-from modelnew.variants import (
+from modelnew.measure.variants import (
     LAYOUTS,
     Filling,
     Shape,
