@@ -234,7 +234,8 @@ class _Reader:
             value = self._arg(raw if given else spec.default_value)
             if spec.name == "cudnn_enabled":  # a setting of the machine, not of the model
                 value = Literal("torch.backends.cudnn.enabled")
-            is_default = not given or equal(raw, spec.default_value)
+            # `Tensor? weight` of instance_norm may be None, and must be given all the same.
+            is_default = spec.has_default_value() and (not given or equal(raw, spec.default_value))
             args.append(Argument(spec.name, value, is_default, spec.kwarg_only))
             if spec.alias_info is not None and isinstance(value, Ref):
                 (mutates if spec.alias_info.is_write else views).append(value.name)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from references import reference_text
 
-from modelnew import library
+from modelnew import library, pipeline
 from modelnew.ir import Argument, Graph, Literal, Node, Ref, Tensor
+from modelnew.measure.load import execute_reference, execute_solution
+from modelnew.render import options
 
 TENSORS = {
     "x": Tensor("x", (4, 8), "float32"),
@@ -100,3 +105,45 @@ def test_a_0_dim_tensor_is_asked_for_anew() -> None:
     for call in calls:
         library.call_line(call, Graph(tensors, {}, ("x",), (call,), Ref("r")), fronts)
     assert len(fronts) == 2, "given by name it is as good a number"
+
+
+# Modules that leave out what their operator may do without: an argument that is None and one that
+# is not given are two things.
+WITHOUT = {
+    "nn.InstanceNorm1d(6)": "torch.randn(4, 6, 10)",
+    "nn.InstanceNorm2d(6, track_running_stats=True)": "torch.randn(4, 6, 5, 5)",
+    "nn.BatchNorm1d(6, affine=False)": "torch.randn(4, 6)",
+    "nn.BatchNorm2d(6, affine=False, track_running_stats=False)": "torch.randn(4, 6, 5, 5)",
+    "nn.LayerNorm(6, elementwise_affine=False)": "torch.randn(4, 6)",
+    "nn.GroupNorm(2, 6, affine=False)": "torch.randn(4, 6, 5)",
+    "nn.RMSNorm(6, elementwise_affine=False)": "torch.randn(4, 6)",
+    "nn.Linear(6, 3, bias=False)": "torch.randn(4, 6)",
+    "nn.Bilinear(6, 6, 3, bias=False)": "torch.randn(4, 6), torch.randn(4, 6)",
+    "nn.Conv2d(6, 3, 3, bias=False)": "torch.randn(4, 6, 5, 5)",
+    "nn.ConvTranspose2d(6, 3, 3, bias=False)": "torch.randn(4, 6, 5, 5)",
+    "nn.CrossEntropyLoss()": "torch.randn(4, 6), torch.tensor([0, 5, 2, 1])",
+    "nn.Embedding(6, 3)": "torch.tensor([0, 5, 2, 1])",
+    "nn.AvgPool2d(2)": "torch.randn(4, 6, 5, 5)",
+}
+
+
+@pytest.mark.parametrize("module", WITHOUT)
+def test_calls_without_optional_arguments_run(module: str, tmp_path: Path) -> None:
+    count = WITHOUT[module].count("torch.")
+    names = ", ".join(["x", "y"][:count])
+    init, forward = (
+        f"self.layer = {module}",
+        f"def forward(self, {names}): return self.layer({names})",
+    )
+    paths = tmp_path / "model.py", tmp_path / "new.py"
+    paths[0].write_text(reference_text(forward, WITHOUT[module], init))
+    made = pipeline.generate(paths[0], {}, options("float32", "h200"))
+    assert not made.plan.kernels, "the whole model is library calls, which run on the CPU"
+    paths[1].write_text(made.text)
+    reference: Any = execute_reference(paths[0], {})
+    solution: Any = execute_solution(paths[1])
+    results = []
+    for model in (reference.Model, solution.ModelNew):
+        torch.manual_seed(0)
+        results.append(model()(*reference.get_inputs()))
+    assert torch.equal(*results)
