@@ -1,25 +1,50 @@
-"""Writing a file so that it is never half written."""
+"""Files: found in folders, written so that they are never half written, named by contents."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
+from modelnew.ir import ModelNewError
 
-def replace_file(path: Path, text: str) -> Path:
-    """Writes `text` to a temporary name beside `path`, then renames it; returns `path`.
+
+def replace_file(path: Path, content: str | bytes) -> Path:
+    """Writes `content` to a temporary name beside `path`, then renames it; returns `path`.
 
     Makes the folder. An interrupted write leaves the old file whole and nothing beside it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content if isinstance(content, bytes) else content.encode())
         os.chmod(temporary, 0o644)  # mkstemp makes it private
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
     return path
+
+
+def sha256(path: Path) -> str:
+    """The hex digest of the file's bytes."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def reference_files(paths: Sequence[Path]) -> list[Path]:
+    """The files among `paths`, folders opened: *.py in name order, private names left out.
+
+    Raises ModelNewError for a folder without any.
+    """
+    files: list[Path] = []
+    for path in paths:
+        found = [path]
+        if path.is_dir():
+            found = sorted(p for p in path.glob("*.py") if not p.name.startswith("_"))
+        if not found:
+            raise ModelNewError(f"{path}: no reference model (*.py) in this folder")
+        files += found
+    return files

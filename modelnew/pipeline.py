@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from modelnew import invariants
-from modelnew.ir import ModelNewError, Plan
+from modelnew.ir import Plan
 from modelnew.plan import plan
 from modelnew.reference import Reference, load
 from modelnew.render import Options, render
@@ -37,19 +37,3 @@ def planned(path: Path, overrides: Mapping[str, str]) -> tuple[Reference, Plan]:
     made = plan(graph)
     invariants.check_plan(made)
     return reference, made
-
-
-def reference_files(paths: Sequence[Path]) -> list[Path]:
-    """The files among `paths`, folders opened: *.py in name order, private names left out.
-
-    Raises ModelNewError for a folder without any.
-    """
-    files: list[Path] = []
-    for path in paths:
-        found = [path]
-        if path.is_dir():
-            found = sorted(p for p in path.glob("*.py") if not p.name.startswith("_"))
-        if not found:
-            raise ModelNewError(f"{path}: no reference model (*.py) in this folder")
-        files += found
-    return files

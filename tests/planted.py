@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from modelnew.measure import child, verify
+from modelnew.measure import child, jobs, verify
 
 POINTWISE = """
 import torch
@@ -80,6 +80,13 @@ def write(folder: Path, reference: str, solution: str) -> tuple[Path, Path]:
     return paths
 
 
+def measured(task: str, paths: tuple[Path, Path], timeout_s: float = 100, **options: Any) -> Any:
+    """The row of a child process, on the CPU unless `device` says otherwise."""
+    make = {"verify": jobs.verify_options, "bench": jobs.bench_options}[task]
+    job = jobs.Job(task, *paths, make(**{"device": "cpu", **options}), timeout_s)
+    return jobs.row(job, {}, jobs.measure(job, jobs.Place(), {}))
+
+
 def examine(
     folder: Path, reference: str, solution: str, *groups: str, device: str = "cpu"
 ) -> dict[str, Any]:
@@ -92,10 +99,12 @@ def examine(
         "device": device,
         "overrides": {},
         "large": True,
-        "groups": list(groups or verify.GROUPS),
+        "groups": list(groups or jobs.GROUPS),
     }
     events: list[Any] = []
-    row = verify.child(payload, events.append)
+    answer = verify.child(payload, events.append)
+    job = jobs.Job("verify", *paths, jobs.verify_options())
+    row = jobs.row(job, {}, answer)
     json.dumps(child.plain(row), allow_nan=False)
     assert [e["check"] for e in events if "check" in e] == row.get("checks", [])
     return row

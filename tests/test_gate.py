@@ -58,6 +58,12 @@ def test_a_common_bias_is_found_normwise() -> None:
         ([math.inf], [65504.0], [7e4], torch.float16, True),  # as the truth, rounded
         ([math.nan], [0.0], [3.0], torch.float32, True),  # the reference has lost every digit
         ([2.0], [2.0], [2.5], torch.float32, True),
+        # Within the last rounding of the largest number both that and infinity are right.
+        ([65504.0], [math.inf], [65528.4], torch.float16, True),
+        ([math.inf], [65504.0], [65510.0], torch.float16, True),
+        ([-math.inf], [65504.0], [65510.0], torch.float16, False),
+        ([1.0], [math.inf], [65528.4], torch.float16, False),
+        ([65504.0], [math.inf], [7e4], torch.float16, False),
     ],
 )
 def test_non_finite_results_and_zero_signs(
@@ -93,3 +99,26 @@ def test_chunks_give_what_one_piece_gives(monkeypatch: pytest.MonkeyPatch) -> No
     parts = gate.compare(bent.t(), truth.float().t(), truth.t())
     assert parts.ratio == pytest.approx(whole.ratio, rel=1e-12)
     assert parts.message == whole.message
+
+
+def test_an_appeal_pools_the_draws() -> None:
+    truth = torch.linspace(1, 2, 1000, dtype=torch.float64)
+
+    def draw(error: float, own: float) -> gate.Verdict:
+        return judged(truth * (1 + error), truth * (1 + own), truth)
+
+    lucky = [draw(3e-5, 1e-5), draw(1e-5, 3e-5), draw(2e-5, 2e-5)]
+    assert not lucky[0].ok
+    verdict = gate.pooled(lucky)
+    assert verdict.ok
+    assert verdict.message == ""
+    assert verdict.ratio == pytest.approx(0.5, abs=0.02)
+    worse = [draw(own * 2.5, own) for own in (1e-5, 2e-5, 3e-5)]
+    verdict = gate.pooled(worse)
+    assert not verdict.ok
+    assert verdict.ratio == pytest.approx(1.25, abs=0.02)
+    assert "the largest of 3 draws" in verdict.message
+    wild = judged([math.nan], [1.0], [1.0])
+    assert not gate.pooled([lucky[1], wild]).ok
+    other = gate.compare(torch.zeros(3), torch.zeros(4), torch.zeros(4))
+    assert gate.pooled([lucky[0], other]) is other

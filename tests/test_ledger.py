@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from modelnew.measure import ledger, load
+from modelnew import files
+from modelnew.measure import ledger
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ def folder(tmp_path: Path) -> Path:
 def verified(file: Path, **changes: Any) -> dict[str, Any]:
     return {
         "solution": str(file),
-        "sha256": load.sha256(file),
+        "sha256": files.sha256(file),
         "status": "ok",
         "complete": True,
         "device": "Some GPU",
@@ -36,7 +37,7 @@ def verified(file: Path, **changes: Any) -> dict[str, Any]:
 
 def timed(file: Path, **changes: Any) -> dict[str, Any]:
     return {
-        "sha256": load.sha256(file),
+        "sha256": files.sha256(file),
         "status": "ok",
         "solution_ms": 1.23456,
         "eager_ms": 2.0,
@@ -55,7 +56,7 @@ def test_an_ok_row_is_entered_and_the_text_is_stable(folder: Path) -> None:
     assert text.endswith("}\n")
     entries = json.loads(text)
     assert list(entries) == sorted(entries)
-    assert entries[load.sha256(folder / "b.py")] == {
+    assert entries[files.sha256(folder / "b.py")] == {
         "file": "b.py",
         "gpu": "Some GPU",
         "torch": "2.11.0",
@@ -93,7 +94,7 @@ def test_speed_joins_a_verified_entry_and_stays_there(folder: Path) -> None:
     assert not ledger.record_speed(path, timed(folder / "a.py", status="crashed"))
     assert ledger.record_speed(path, timed(folder / "a.py"))
     ledger.record_verification(path, verified(folder / "a.py", max_error_ratio=0.5))
-    entry = ledger.read(path)[load.sha256(folder / "a.py")]
+    entry = ledger.read(path)[files.sha256(folder / "a.py")]
     assert (entry["solution_ms"], entry["eager_ms"]) == (1.235, 2.0)
     assert entry["roofline_ratio"] == 0.9877
     assert entry["max_error_ratio"] == 0.5

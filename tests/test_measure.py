@@ -20,12 +20,14 @@ from planted import (
     LAYERS_NEW,
     POINTWISE,
     examine,
+    measured,
     pointwise,
     write,
     wrong,
 )
 
-from modelnew.measure import bench, child, load, nested, verify
+from modelnew import files
+from modelnew.measure import bench, child, jobs, load, nested, verify
 
 
 @pytest.mark.parametrize(
@@ -71,6 +73,51 @@ def test_a_clear_refusal_is_recorded_and_not_wrong(tmp_path: Path) -> None:
     refused = [c["name"] for c in row["checks"] if c["message"].startswith("refused: ")]
     assert "sizes 0-dim" in refused
     assert "own seed 0" in refused
+
+
+def test_checks_take_a_shape_that_the_solution_takes(tmp_path: Path) -> None:
+    body = """if x.dim() != 2 or x.shape[1] != 40:
+            raise ValueError("x: generated for 40 columns")"""
+    row = examine(tmp_path, POINTWISE, pointwise(body), "layouts", "behaviour", "sizes")
+    assert row["status"] == "ok", row["message"]
+    shapes = {c["name"]: c["shape"] for c in row["checks"] if c["dtype"] == "float32"}
+    done = {c["name"] for c in row["checks"] if c["status"] == "ok"}
+    assert done >= {"layout offset", "layout transposed", "repeatable", "train()"}
+    assert shapes["layout offset"] == [[64, 40]]
+    assert "sizes odd (all), normal values float32" in row["refused"]
+
+
+def test_a_reference_that_loses_the_device_says_nothing_of_the_solution(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    def lost(task: str, payload: Any, *_: Any, **__: Any) -> Any:
+        asked.append(list(payload["barred"]) if "barred" in payload else [])
+        name = {0: "layout offset float32", 1: "a float32"}.get(len(asked) - 1, "")
+        return {"status": "lost" if name else "ok", "message": "", "reference_lost": name}
+
+    monkeypatch.setattr(jobs, "run_child", lost)
+    row = measured("verify", write(tmp_path, POINTWISE, pointwise("")))
+    assert row["status"] == "ok"
+    assert "reference_lost" not in row
+    assert asked == [[], ["layout offset float32"], ["layout offset float32", "a float32"]]
+    monkeypatch.setattr(
+        jobs,
+        "run_child",
+        lambda *_, **__: {"status": "lost", "message": "m", "reference_lost": "x"},
+    )
+    assert measured("verify", write(tmp_path, POINTWISE, pointwise("")))["status"] == "crashed"
+
+
+def test_a_barred_check_is_skipped(tmp_path: Path) -> None:
+    paths = write(tmp_path, POINTWISE, pointwise(""))
+    options = jobs.verify_options(device="cpu", groups=["layouts"])
+    payload = {"reference": str(paths[0]), "solution": str(paths[1]), **options}
+    barred = {**payload, "barred": ["layout offset float32"]}
+    row = verify.child(barred, lambda event: None)
+    skipped = [c["name"] for c in row["checks"] if "loses the device" in c["message"]]
+    assert skipped == ["layout offset"]
 
 
 def test_own_float32_inputs_may_not_be_refused(tmp_path: Path) -> None:
@@ -153,17 +200,15 @@ def test_what_a_solution_does_to_its_process_is_one_row(
     condition = "if x.shape[0] == 37:"
     body = f"{condition} print('noise'); {where}"
     paths = write(tmp_path, POINTWISE, pointwise(body))
-    heard: list[str] = []
     limit = 15 if status == "timeout" else 100
-    row = verify.verify(*paths, device="cpu", timeout_s=limit, progress=heard.append)
+    row = measured("verify", paths, limit)
     assert row["status"] == status
     assert message in row["message"]
     assert "during: sizes odd" in row["message"]
-    assert row["sha256"] == load.sha256(paths[1])
+    assert row["sha256"] == files.sha256(paths[1])
     assert row["torch"] == torch.__version__
     assert not row["complete"]
     assert any(c["name"] == "own seed 0" and c["status"] == "ok" for c in row["checks"])
-    assert any(line.startswith("sizes odd") for line in heard)
 
 
 @pytest.mark.parametrize(
@@ -184,10 +229,10 @@ def test_a_solution_that_cannot_be_imported_is_an_error(
 
 def test_an_abort_at_import_and_a_missing_file(tmp_path: Path) -> None:
     paths = write(tmp_path, POINTWISE, "import os\nos.abort()")
-    row = verify.verify(*paths, device="cpu", timeout_s=100)
+    row = measured("verify", paths)
     assert (row["status"], row["checks"]) == ("crashed", [])
     assert "SIGABRT" in row["message"]
-    row = verify.verify(paths[0], tmp_path / "none.py", device="cpu")
+    row = measured("verify", (paths[0], tmp_path / "none.py"))
     assert row["status"] == "error"
     assert "none.py" in row["message"]
 
@@ -202,7 +247,7 @@ open({str(mark)!r}, "w").write(str(child.pid))
 child.wait()
 """
     paths = write(tmp_path, POINTWISE, solution)
-    row = verify.verify(*paths, device="cpu", timeout_s=12)
+    row = measured("verify", paths, 12)
     assert row["status"] == "timeout"
     state = Path("/proc", mark.read_text(), "stat")
     deadline = time.monotonic() + 10
@@ -214,9 +259,10 @@ child.wait()
 def test_the_child_runs_from_any_folder(tmp_path: Path) -> None:
     paths = write(tmp_path, POINTWISE, pointwise(""))
     code = (
-        "import json, sys; from pathlib import Path; from modelnew.measure.verify import verify; "
-        "a, b = map(Path, sys.argv[1:]); "
-        "print(json.dumps(verify(a, b, device='cpu', groups=['state', 'own'])))"
+        "import json, sys; from pathlib import Path; from modelnew.measure import jobs; "
+        "options = jobs.verify_options(device='cpu', groups=['state', 'own']); "
+        "job = jobs.Job('verify', *map(Path, sys.argv[1:]), options); "
+        "print(json.dumps(jobs.row(job, {}, jobs.measure(job, jobs.Place(), {}))))"
     )
     answer = subprocess.run(
         [sys.executable, "-c", code, *map(str, paths)],
@@ -267,18 +313,18 @@ def test_twin_keeps_layout_and_contents() -> None:
 
 def bench_payload(paths: tuple[Path, Path], **options: Any) -> dict[str, Any]:
     plain = {"reference": str(paths[0]), "solution": str(paths[1]), "device": "cpu"}
-    switches = {"compiled": False, "max_autotune": False, "cudnn_benchmark": True}
-    return {**plain, "overrides": {}, "bytes_moved": 4096, **switches, **options}
+    chosen = jobs.bench_options(device="cpu", compiled=False, seconds=0.05)
+    return {**plain, **chosen, "bytes_moved": 4096, **options}
 
 
-def test_bench_times_all_candidates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "SECONDS_EACH", 0.05)
+def test_bench_times_all_candidates(tmp_path: Path) -> None:
     paths = write(tmp_path, POINTWISE, pointwise("time.sleep(0.004)"))
     row = bench.child(bench_payload(paths), lambda event: None)
     assert row["status"] == "ok", row["message"]
-    assert set(row["milliseconds"]) == {"solution", "eager", "eager, cudnn.benchmark"}
+    assert set(row["milliseconds"]) == {"solution", "eager"}
     assert row["solution_ms"] == row["milliseconds"]["solution"] > 4
     assert row["compile_ms"] is None
+    assert row["flops"] == {"product": 0, "convolution": 0}
     assert row["speedup"]["eager"] < 1
     assert row["repetitions"]["solution"] in range(10, 14)
     assert row["repetitions"]["eager"] in range(10, 101)
@@ -290,11 +336,10 @@ def test_bench_times_all_candidates(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_failing_compiler_is_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def compiler(model: Any, mode: str) -> Callable[..., Any]:
-        raise RuntimeError(f"cannot compile with {mode}")
+    def compiler(model: Any, **options: Any) -> Callable[..., Any]:
+        raise RuntimeError(f"cannot compile with {options}")
 
     monkeypatch.setattr(torch, "compile", compiler)
-    monkeypatch.setattr(bench, "SECONDS_EACH", 0.01)
     paths = write(tmp_path, POINTWISE, pointwise(""))
     payload = bench_payload(paths, compiled=True, bytes_moved=None)
     row = bench.child(payload, lambda event: None)
@@ -306,10 +351,10 @@ def test_a_failing_compiler_is_a_message(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_bench_survives_a_crash(tmp_path: Path) -> None:
     paths = write(tmp_path, POINTWISE, pointwise("os.abort()"))
-    row = bench.bench(*paths, bytes_moved=None, device="cpu", compiled=False, timeout_s=100)
+    row = measured("bench", paths, compiled=False)
     assert row["status"] == "crashed"
     assert row["milliseconds"] == {}
-    assert row["sha256"] == load.sha256(paths[1])
+    assert row["sha256"] == files.sha256(paths[1])
 
 
 # --- on a GPU ------------------------------------------------------------------------------------
@@ -325,7 +370,7 @@ def on_gpu(test: Any) -> Any:
     ("reference", "solution"), [(POINTWISE, pointwise("")), (LAYERS, LAYERS_NEW)]
 )
 def test_a_right_solution_is_ok_on_the_gpu(tmp_path: Path, reference: str, solution: str) -> None:
-    row = verify.verify(*write(tmp_path, reference, solution))
+    row = measured("verify", write(tmp_path, reference, solution), 600, device="cuda")
     assert row["status"] == "ok", row["message"]
     assert row["complete"]
     assert row["cuda"] == torch.version.cuda
@@ -354,7 +399,7 @@ def test_faults_that_only_a_gpu_shows(tmp_path: Path, body: str, check: str) -> 
 @on_gpu
 def test_a_lost_device_is_one_row(tmp_path: Path) -> None:
     body = "x.view(-1)[torch.full((1,), 10**9, device=x.device)] if x.shape[0] == 37 else x"
-    row = verify.verify(*write(tmp_path, POINTWISE, pointwise(body)))
+    row = measured("verify", write(tmp_path, POINTWISE, pointwise(body)), 600, device="cuda")
     assert row["status"] == "crashed"
     assert "sizes odd" in row["message"]
     assert row["checks"][0]["status"] == "ok"
@@ -364,7 +409,10 @@ def test_a_lost_device_is_one_row(tmp_path: Path) -> None:
 def test_bench_on_the_gpu(tmp_path: Path) -> None:
     paths = write(tmp_path, POINTWISE, pointwise(""))
     sizes = {"rows": "8192", "columns": "8192"}
-    row = bench.bench(*paths, bytes_moved=8 * 8192**2, overrides=sizes, cudnn_benchmark=True)
+    options = jobs.bench_options(overrides=sizes)
+    job = jobs.Job("bench", *paths, options)
+    place = jobs.Place()
+    row = jobs.row(job, {}, jobs.measure(job, place, {"bytes_moved": 8 * 8192**2}))
     assert row["status"] == "ok", row["message"]
     assert 0 < row["roofline_ratio"] < 1.2
     assert row["peak_bytes"]["solution"] >= 4 * 8192**2

@@ -28,9 +28,9 @@ from modelnew.measure.subject import (
     build_subject,
     check_device,
     forward,
-    judge,
-    reference_runs,
+    refusal,
 )
+from modelnew.measure.truth import judge, own_run, reference_runs, upcast
 
 DELAY_CYCLES = 50_000_000  # about 30 ms of an otherwise idle stream
 REPEATS = 3
@@ -119,8 +119,9 @@ def poisoned(subject: Subject, inputs: Any) -> Verdict:
         ]
         del blocks
     first = compare(forward(subject, subject.solution, inputs), own, truth)
-    with _empty_is_nan():
+    with _empty_is_nan():  # the setting makes cuDNN choose other algorithms: for both alike
         filled = forward(subject, subject.solution, inputs)
+        own = own_run(subject, inputs)
     verdict = worst([first, compare(filled, own, truth)])
     prefix = "" if verdict.ok else "with poisoned memory: "
     return Verdict(
@@ -182,6 +183,8 @@ def graph(subject: Subject, inputs: Any, changed: Any) -> Verdict:
         replay, output = _captured(subject, subject.solution, static)
     except Exception as error:
         check_device(subject.device)
+        if refusal(error):
+            raise
         return Verdict(False, message=f"cannot be captured: {describe(error)}")
     subject.solution.load_state_dict(subject.buffers, strict=False)
     torch.manual_seed(RUN_SEED)
@@ -190,6 +193,25 @@ def graph(subject: Subject, inputs: Any, changed: Any) -> Verdict:
     replay.replay()
     torch.cuda.synchronize(subject.device)
     return compare({"output": output}, {"output": own["output"]}, {"output": truth["output"]})
+
+
+def other_gpu(subject: Subject, inputs: Any) -> Verdict:
+    """On the second visible GPU while the first is current."""
+    _need_cuda(subject)
+    if torch.cuda.device_count() < 2:
+        raise Skip("needs two visible GPUs")
+    current = torch.cuda.current_device()
+    other = torch.device("cuda", 1 - current)
+    reference, solution, truth = (
+        copy.deepcopy(model).to(other)
+        for model in (subject.reference, subject.solution, subject.truth)
+    )
+    buffers = {name: value.to(other) for name, value in subject.buffers.items()}
+    moved = Subject(reference, solution, truth, buffers, subject.dtype, other)
+    verdict = judge(moved, map_tensors(lambda x: x.to(other), inputs))
+    if torch.cuda.current_device() != current:
+        return Verdict(False, message="the call leaves another GPU current")
+    return verdict
 
 
 def _captured(subject: Subject, model: nn.Module, inputs: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
@@ -254,14 +276,30 @@ def backward(subject: Subject, inputs: Any) -> Verdict:
     except RuntimeError as error:
         return Verdict(True, message=f"refused: {describe(error)}")
     _backward(theirs)
-    for a, b in zip(mine.leaves, theirs.leaves, strict=True):
-        if (a.grad is None) != (b.grad is None):
-            return Verdict(False, message="silently no gradient for an input or a parameter")
+    if any((a.grad is None) != (b.grad is None) for a, b in _both(mine, theirs)):
+        return Verdict(False, message="silently no gradient for an input or a parameter")
+    if _near(mine, theirs):
+        return Verdict(True, message="differentiable")
+    true = _traced(subject.truth, map_tensors(upcast, inputs))
+    _backward(true)
+    if not _near(theirs, true):  # a maximum's gradient goes elsewhere by one rounding
+        raise Skip("the reference's own gradient is not the float64 one")
+    return Verdict(False, message="the gradient is not the reference's")
+
+
+def _both(one: _Traced, other: _Traced) -> Iterator[tuple[Tensor, Tensor]]:
+    return zip(one.leaves, other.leaves, strict=True)
+
+
+def _near(one: _Traced, other: _Traced) -> bool:
+    """Whether all gradients agree to a hundredth of the largest."""
+    for a, b in _both(one, other):
         if a.grad is not None and b.grad is not None:
             scale = float(b.grad.abs().max()) if b.grad.numel() else 0.0
-            if not torch.allclose(a.grad, b.grad, rtol=1e-2, atol=1e-2 * scale, equal_nan=True):
-                return Verdict(False, message="the gradient is not the reference's")
-    return Verdict(True, message="differentiable")
+            near = {"rtol": 1e-2, "atol": 1e-2 * scale}
+            if not torch.allclose(a.grad.to(b.grad.dtype), b.grad, **near, equal_nan=True):
+                return False
+    return True
 
 
 def _traced(model: nn.Module, inputs: Any) -> _Traced:
@@ -340,10 +378,15 @@ def constructor(files: Files, device: torch.device, change: Change, choices: lis
     )
 
 
-def _accepts(model: nn.Module, inputs: Any, device: torch.device) -> bool:
+def _accepts(model: nn.Module, inputs: Any, device: torch.device, alone: bool = True) -> bool:
+    """Whether the model takes the inputs; lack of memory is no answer while others take it."""
     try:
         with torch.no_grad():
             model(*map_tensors(twin, inputs))
+    except torch.OutOfMemoryError:
+        if not alone:
+            raise
+        return False
     except Exception:
         check_device(device)
         return False
@@ -351,11 +394,11 @@ def _accepts(model: nn.Module, inputs: Any, device: torch.device) -> bool:
     return True
 
 
-def accepts(subject: Subject, inputs: Any) -> bool:
-    """Whether the reference takes the inputs and returns tensors.
+def accepts(subject: Subject, inputs: Any, *, both: bool = False) -> bool:
+    """Whether the reference takes the inputs, and with `both` that the solution does not refuse.
 
-    With integer inputs it is asked on the CPU first: an index out of range raises there, while
-    on a GPU it stops the device for good.
+    With integer inputs the reference is asked on the CPU first: an index out of range raises
+    there, while on a GPU it stops the device for good.
     """
     integral = any(not x.is_floating_point() for x in tensors(inputs))
     if integral and subject.device.type == "cuda":
@@ -363,7 +406,19 @@ def accepts(subject: Subject, inputs: Any) -> bool:
         model = copy.deepcopy(subject.reference).to(host)
         if not _accepts(model, map_tensors(lambda x: x.to(host), inputs), host):
             return False
-    return _accepts(subject.reference, inputs, subject.device)
+    if not _accepts(subject.reference, inputs, subject.device, subject.alone):
+        return False
+    return not both or not _refused(subject, inputs)
+
+
+def _refused(subject: Subject, inputs: Any) -> bool:
+    try:
+        with torch.no_grad():
+            subject.solution(*map_tensors(twin, inputs))
+    except Exception as error:
+        check_device(subject.device)
+        return refusal(error)
+    return False
 
 
 def names(tree: Any) -> list[str]:

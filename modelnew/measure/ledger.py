@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from modelnew.files import replace_file
-from modelnew.measure.load import sha256
+from modelnew.files import replace_file, sha256
 
 NAME = "verified.json"
 SPEED = ("solution_ms", "eager_ms", "roofline_ratio")

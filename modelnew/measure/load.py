@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import hashlib
 import sys
 import time
 import types
@@ -32,28 +31,37 @@ class Files:
     build_seconds: float
 
 
-def sha256(path: Path) -> str:
-    """The hex digest of the file's bytes."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
 def load_files(reference: Path, solution: Path, overrides: Mapping[str, str]) -> Files:
     """Executes both files; the solution's import compiles it (`build_seconds`).
 
     Raises ModelNewError naming the file when one cannot be executed or lacks what it must define.
     """
-    _, tree = parse(reference, overrides)
-    model = _execute(tree, reference, "modelnew_measured_reference")
+    model = execute_reference(reference, overrides)
     begin = time.perf_counter()
-    new = _execute(parse(solution, {})[1], solution, "modelnew_measured_solution")
+    new = execute_solution(solution)
     seconds = time.perf_counter() - begin
-    wanted = ((reference, model, ("Model", "get_inputs")), (solution, new, ("ModelNew",)))
-    for path, module, names in wanted:
-        missing = [name for name in names if not callable(getattr(module, name, None))]
-        if missing:
-            raise ModelNewError(f"{path}: defines no {', '.join(missing)}")
     init_inputs = getattr(model, "get_init_inputs", list)
     return Files(model.Model, new.ModelNew, model.get_inputs, init_inputs, seconds)
+
+
+def execute_reference(path: Path, overrides: Mapping[str, str]) -> types.ModuleType:
+    """Executes the reference file, its module constants replaced by `overrides`."""
+    module = _execute(parse(path, overrides)[1], path, "modelnew_measured_reference")
+    _must_define(module, path, "Model", "get_inputs")
+    return module
+
+
+def execute_solution(path: Path) -> types.ModuleType:
+    """Executes the solution file, which compiles its kernels where that was not done before."""
+    module = _execute(parse(path, {})[1], path, "modelnew_measured_solution")
+    _must_define(module, path, "ModelNew")
+    return module
+
+
+def _must_define(module: types.ModuleType, path: Path, *names: str) -> None:
+    missing = [name for name in names if not callable(getattr(module, name, None))]
+    if missing:
+        raise ModelNewError(f"{path}: defines no {', '.join(missing)}")
 
 
 def _execute(tree: ast.Module, path: Path, name: str) -> types.ModuleType:
@@ -81,13 +89,18 @@ def construct(
 
 
 def own_inputs(files: Files, seed: int, device: torch.device) -> list[Any]:
+    """The reference's `get_inputs()` under `seed`."""
+    return draw_inputs(files.get_inputs, seed, device)
+
+
+def draw_inputs(get_inputs: Callable[[], Any], seed: int, device: torch.device) -> list[Any]:
     """`get_inputs()` under `seed`, drawn on `device` where the file's code allows it."""
     torch.manual_seed(seed)
     try:
         with device:
-            inputs = files.get_inputs()
+            inputs = get_inputs()
     except RuntimeError:  # a generator or a buffer of the file's own that lives on the CPU
-        inputs = files.get_inputs()
+        inputs = get_inputs()
     return [map_tensors(lambda t: t.to(device), x) for x in inputs]
 
 

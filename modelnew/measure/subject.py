@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from modelnew.measure.child import Json, Report, describe
-from modelnew.measure.gate import Verdict, compare
+from modelnew.measure.gate import Verdict
 from modelnew.measure.load import Files, construct, synchronize
-from modelnew.measure.nested import map_tensors, tensors, twin
+from modelnew.measure.nested import tensors
 
 RUN_SEED = 1234
 
@@ -27,11 +27,16 @@ class DeviceLost(RuntimeError):
     """The device answers nothing any more: an illegal access or a device-side assertion."""
 
 
+class ReferenceLost(DeviceLost):
+    """The reference itself lost the device: that says nothing of the solution."""
+
+
 @dataclass(frozen=True)
 class Subject:
     """The models under test. `truth` is the reference upcast exactly from the tested dtype.
 
-    `buffers` are restored before each run, so that runs do not depend on one another.
+    `buffers` are restored before each run, so that runs do not depend on one another. `alone` says
+    that no other process takes the device's memory: where it lacks, waiting would not help.
     """
 
     reference: nn.Module
@@ -40,6 +45,7 @@ class Subject:
     buffers: Mapping[str, Tensor]
     dtype: torch.dtype
     device: torch.device
+    alone: bool = True
 
     def train(self, mode: bool) -> None:
         """Puts all three in training or evaluation mode."""
@@ -99,65 +105,18 @@ def _perturb(model: nn.Module) -> None:
 # --- running -------------------------------------------------------------------------------------
 
 
-def forward(subject: Subject, model: nn.Module, inputs: Any) -> Json:
-    """One call under the run seed: {"output": ..., "<buffer>": ...}, device errors raised."""
+def forward(subject: Subject, model: nn.Module, inputs: Any, *, seed: int = RUN_SEED) -> Json:
+    """One call under a seed: {"output": ..., "<buffer>": ...}, device errors raised."""
     with torch.no_grad():
         if subject.buffers:
             model.load_state_dict(subject.buffers, strict=False)
-        torch.manual_seed(RUN_SEED)
+        torch.manual_seed(seed)
         output = model(*inputs)
         state = model.state_dict() if subject.buffers else {}
         results: Json = {name: state[name].clone() for name in subject.buffers}
         results["output"] = output
         synchronize(subject.device)
     return results
-
-
-def reference_runs(subject: Subject, inputs: Any) -> tuple[Json, Json]:
-    """The reference's results in the tested dtype and in float64; Skip when it refuses."""
-    try:
-        own = forward(subject, subject.reference, map_tensors(twin, inputs))
-    except Exception as error:
-        check_device(subject.device)
-        raise Skip(f"the reference refuses: {describe(error)}") from error
-    try:
-        with _dropout_drawn_in(subject.dtype):
-            truth = forward(subject, subject.truth, map_tensors(_upcast, inputs))
-    except Exception as error:
-        check_device(subject.device)
-        raise Skip(f"no float64 truth: {describe(error)}") from error
-    return own, truth
-
-
-def judge(subject: Subject, inputs: Any) -> Verdict:
-    """Runs all three on the inputs and compares."""
-    own, truth = reference_runs(subject, inputs)
-    return compare(forward(subject, subject.solution, inputs), own, truth)
-
-
-def _upcast(tensor: Tensor) -> Tensor:
-    return tensor.double() if tensor.is_floating_point() else twin(tensor)
-
-
-@contextmanager
-def _dropout_drawn_in(dtype: torch.dtype) -> Iterator[None]:
-    """Float64 runs draw dropout masks in the tested dtype: PyTorch's mask depends on it."""
-    original = nn.functional.dropout
-
-    def dropout(
-        input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-    ) -> Tensor:
-        if not training or not 0 < p < 1:
-            return original(input, p, training, inplace)
-        kept = original(torch.ones_like(input, dtype=dtype), p) != 0
-        result = input * kept / (1 - p)
-        return input.copy_(result) if inplace else result
-
-    nn.functional.dropout = dropout
-    try:
-        yield
-    finally:
-        nn.functional.dropout = original
 
 
 def check_device(device: torch.device) -> None:
@@ -179,6 +138,12 @@ class Recorder:
     device: torch.device
     checks: list[Json] = field(default_factory=list)
     started: str = ""
+    starved: bool = False  # memory was lacking
+    barred: Collection[str] = ()  # checks in which the reference itself lost the device before
+
+    def truths(self) -> dict[str, int]:
+        """How many checks had their truth computed where."""
+        return dict(Counter(c["truth"] for c in self.checks if c["truth"]))
 
     def run(
         self, name: str, call: Callable[[], Verdict], *, dtype: torch.dtype | None = None,
@@ -194,6 +159,8 @@ class Recorder:
         self.started = f"{name} {kind}".strip()
         self.report({"started": self.started})
         try:
+            if self.started in self.barred:
+                raise Skip("the reference itself loses the device")
             verdict = call()
             status = "ok" if verdict.ok else "wrong"
         except Skip as reason:
@@ -201,6 +168,7 @@ class Recorder:
         except DeviceLost:
             raise
         except torch.OutOfMemoryError as error:
+            self.starved = True
             status, verdict = "skipped", Verdict(True, message=describe(error))
         except Exception as error:
             check_device(self.device)
@@ -210,7 +178,7 @@ class Recorder:
         check = {
             "name": name, "dtype": kind, "shape": shapes, "status": status,
             "error": verdict.error, "reference_error": verdict.reference_error,
-            "ratio": verdict.ratio, "message": verdict.message,
+            "ratio": verdict.ratio, "message": verdict.message, "truth": verdict.truth,
         }  # fmt: skip
         self.checks.append(check)
         self.report({"check": check})

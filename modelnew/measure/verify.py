@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -13,20 +12,23 @@ import torch
 
 from modelnew.ir import ModelNewError
 from modelnew.measure import checks
-from modelnew.measure.child import Json, Progress, Report, describe, run_child
-from modelnew.measure.gate import Verdict
-from modelnew.measure.load import Files, facts, load_files, own_inputs, resolve, sha256
-from modelnew.measure.nested import map_tensors, tensors
+from modelnew.measure.child import Json, Report, describe
+from modelnew.measure.gate import Verdict, degenerate
+from modelnew.measure.jobs import GROUPS
+from modelnew.measure.load import Files, facts, load_files, own_inputs, resolve
+from modelnew.measure.nested import map_tensors, tensors, twin
 from modelnew.measure.subject import (
     Arguments,
     DeviceLost,
     Recorder,
+    ReferenceLost,
     Skip,
     Subject,
     build_subject,
-    judge,
-    reference_runs,
+    forward,
 )
+from modelnew.measure.truth import judge, reference_runs
+from modelnew.measure.turn import hold
 from modelnew.measure.variants import (
     LAYOUTS,
     Filling,
@@ -45,72 +47,11 @@ from modelnew.measure.variants import (
 )
 
 HALF = (torch.float16, torch.bfloat16)
-GROUPS = ("state", "own", "sizes", "layouts", "values", "behaviour", "constructor", "large")
 OWN = Sizing("own")
 LARGE_FREE_BYTES = 60 * 10**9
 LARGE_ELEMENTS = 1 << 31
 LARGE_EXTRA = 1031  # rows beyond 2^31 elements
 LARGE_TOTAL = 3 * LARGE_ELEMENTS  # of all inputs together
-
-
-def verify(
-    reference: Path,
-    solution: Path,
-    *,
-    seeds: int = 3,
-    device: str = "cuda",
-    timeout_s: float = 600,
-    overrides: Mapping[str, str] | None = None,
-    large: bool = True,
-    groups: Sequence[str] = GROUPS,
-    progress: Progress | None = None,
-) -> Json:
-    """Checks `solution` against `reference` and returns a row.
-
-    The row has status ok, wrong, error (cannot be loaded, or nothing could be compared), crashed
-    or timeout; `checks` (name, dtype, input shapes, status, errors, ratio of error to allowed
-    error, message); `max_error_ratio`; `refused`, the checks whose input the solution declined
-    with a clear error; `complete`, whether every group of checks ran.
-    """
-    row = {"reference": str(reference), "solution": str(solution), "sha256": ""}
-    begin = time.perf_counter()
-    try:
-        row["sha256"] = sha256(solution)
-    except OSError as error:
-        return _row(row, {"status": "error", "message": describe(error)}, begin)
-    payload = {
-        **row, "seeds": seeds, "device": device, "overrides": dict(overrides or {}),
-        "large": large, "groups": list(groups),
-    }  # fmt: skip
-    answer = run_child("verify", payload, timeout_s, progress)
-    events = answer.pop("events", [])
-    if events:
-        answer["checks"] = [event["check"] for event in events if "check" in event]
-        for event in events:
-            answer.update(event.get("facts", {}))
-    return _row(row, answer, begin)
-
-
-def _row(row: Json, answer: Json, begin: float) -> Json:
-    blank: Json = {
-        "message": "", "device": "", "torch": "", "cuda": None, "build_seconds": None,
-        "complete": False, "checks": [],
-    }  # fmt: skip
-    full = {**row, **blank, **answer}
-    found = full["checks"]
-    full["max_error_ratio"] = max(
-        (check["ratio"] for check in found if check["status"] != "skipped"), default=0.0
-    )
-    full["refused"] = [
-        f"{check['name']} {check['dtype']}".strip()
-        for check in found
-        if check["message"].startswith("refused") and check["status"] == "skipped"
-    ]
-    full["seconds"] = round(time.perf_counter() - begin, 3)
-    return full
-
-
-# --- in the child --------------------------------------------------------------------------------
 
 
 @dataclass
@@ -121,11 +62,13 @@ class _Plan:
     device: torch.device
     seeds: int
     large: bool
+    alone: bool
     recorder: Recorder
     init_inputs: Any = ()
     tree: Any = ()
     fill: str = "normal"
     found: dict[str, Sizing | None] = field(default_factory=dict)
+    degenerate: list[str] = field(default_factory=list)
 
     @property
     def arguments(self) -> Arguments:
@@ -151,28 +94,51 @@ class _Plan:
         return self.found[kind]
 
     def middle(self, subject: Subject) -> Shape:
-        """A mid-size shape; the own one when the reference takes no other."""
-        return self.sizing("mid", subject) or OWN
+        """A mid-size shape that both models take; the own one when there is none."""
+        if "taken" not in self.found:
+            choices = sizings("mid", self.tree, self.device)
+            self.found["taken"] = next(
+                (s for s in choices if checks.accepts(subject, self.inputs(s), both=True)), None
+            )
+        return self.found["taken"] or OWN
 
 
 def child(payload: Json, report: Report) -> Json:
-    """Runs all checks of the payload's groups; called in the child process."""
+    """Runs all checks of the payload's groups; called in the child process.
+
+    The answer has status ok, wrong or error (cannot be loaded, or nothing could be compared) or
+    crashed (the device was lost); `checks` (name, dtype, input shapes, status, errors, ratio of
+    error to allowed error, message, where the truth was computed); `complete`, whether every
+    group of checks ran; `degenerate`, what makes the task's own output no test of anything;
+    `starved`, whether memory was lacking while others shared the GPU. Status "lost" with
+    `reference_lost` names the check in which the reference itself lost the device: the child can
+    be run again with it in "barred".
+    """
     try:
-        device = resolve(payload["device"])
-        about = facts(device)
         files = load_files(
             Path(payload["reference"]), Path(payload["solution"]), payload["overrides"]
         )
+        with hold(payload.get("lock"), report, alone=payload.get("alone", True)):
+            return _checked(files, payload, report)
     except Exception as error:
         return {"status": "error", "message": describe(error)}
-    about["build_seconds"] = round(files.build_seconds, 3)
+
+
+def _checked(files: Files, payload: Json, report: Report) -> Json:
+    device = resolve(payload["device"])
+    about = {**facts(device), "build_seconds": round(files.build_seconds, 3)}
     report({"facts": about})
-    recorder = Recorder(report, device)
-    plan = _Plan(files, device, payload["seeds"], payload["large"], recorder)
+    recorder = Recorder(report, device, barred=payload.get("barred", ()))
+    alone = payload.get("alone", True)
+    plan = _Plan(files, device, payload["seeds"], payload["large"], alone, recorder)
     status, message = _run_groups(plan, payload["groups"])
+    lost = {"reference_lost": recorder.started} if status == "lost" else {}
     return {
+        **lost,
         **about, "status": status, "message": message, "checks": recorder.checks,
         "complete": status == "ok" and list(payload["groups"]) == list(GROUPS),
+        "degenerate": plan.degenerate, "truth": recorder.truths(),
+        "starved": recorder.starved and not alone,
     }  # fmt: skip
 
 
@@ -191,6 +157,11 @@ def _run_groups(plan: _Plan, groups: list[str]) -> tuple[str, str]:
         for subject in _moved(plan) if chosen else ():
             for call in chosen:
                 call(plan, subject)
+    except ReferenceLost as error:
+        return "lost", f"the reference loses the device during {recorder.started!r}: {error}"
+    except torch.OutOfMemoryError as error:
+        recorder.starved = True
+        return "error", describe(error)
     except DeviceLost as error:
         last = recorder.started or "the start"
         return "crashed", f"during {last!r}: {error}"
@@ -208,7 +179,7 @@ def _built(plan: _Plan, dtype: torch.dtype, *, perturb: bool) -> Subject | None:
 
     def build() -> Verdict:
         made = build_subject(plan.files, dtype, plan.device, plan.arguments, perturb=perturb)
-        holder.append(made)
+        holder.append(replace(made, alone=plan.alone))
         return Verdict(True)
 
     name = "build, moved weights" if perturb else "build"
@@ -245,8 +216,19 @@ def _own(plan: _Plan) -> None:
             if single and status == "skipped":
                 raise ModelNewError(f"own inputs: {plan.recorder.checks[-1]['message']}")
             if single and seed == 0:
+                plan.degenerate = _degenerate(plan, subject, inputs)
                 _on_own_inputs(plan, subject, inputs)
             del inputs
+
+
+def _degenerate(plan: _Plan, subject: Subject, inputs: Any) -> list[str]:
+    """What makes the task's own output no test, from two draws of its inputs."""
+    outputs = []
+    for given in (inputs, None):
+        drawn = own_inputs(plan.files, 1, plan.device) if given is None else given
+        drawn = map_tensors(twin, drawn)
+        outputs.append(forward(subject, subject.reference, drawn)["output"])
+    return degenerate(*outputs)
 
 
 def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
@@ -362,6 +344,7 @@ def _behaviour(plan: _Plan, subject: Subject) -> None:
         ("backward", partial(checks.backward, subject, inputs)),
         ("other stream", partial(checks.other_stream, subject, inputs)),
         ("CUDA graph", partial(checks.graph, subject, inputs, other)),
+        ("other GPU", partial(checks.other_gpu, subject, inputs)),
     )
     for name, step in steps:
         plan.recorder.run(name, step, dtype=torch.float32, inputs=inputs)
@@ -394,6 +377,7 @@ def _large(plan: _Plan, subject: Subject) -> None:
             continue
         torch.cuda.empty_cache()
         if torch.cuda.mem_get_info(plan.device)[0] < LARGE_FREE_BYTES:
+            plan.recorder.starved = True
             _skipped(plan, name, subject, "needs 60 GB of free device memory")
             continue
         call = partial(_judge_made, plan, subject, shape)

@@ -1,0 +1,222 @@
+"""What a solution is judged against: the reference's own run, and its float64 truth.
+
+The truth runs on the subject's device. Where that lacks the memory, it runs there in slices along
+the batch, when float64 itself shows that the model treats them one by one; otherwise on the CPU.
+A verdict says which.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from modelnew.measure.child import Json, describe
+from modelnew.measure.gate import Verdict, compare, pooled, worst
+from modelnew.measure.nested import map_tensors, tensors, twin
+from modelnew.measure.subject import (
+    DeviceLost,
+    ReferenceLost,
+    Skip,
+    Subject,
+    check_device,
+    forward,
+)
+
+APPEAL = 4.0  # error over allowed error from which one draw is enough
+DRAWS = 8
+SEPARABLE = 1e-9  # relative; float64 runs of one slice differ by 1e-14 with the algorithm chosen
+PROBE_ROWS = 4
+
+Part = Callable[[Any], Any]
+
+
+def judge(subject: Subject, inputs: Any) -> Verdict:
+    """Runs reference, truth and solution on the inputs and compares; Skip without a truth.
+
+    A verdict that is wrong by little is appealed: see `gate.pooled`.
+    """
+    verdict = _judged(subject, inputs)
+    if verdict.ok or not 1 < verdict.ratio < APPEAL:
+        return verdict
+    shaken = (map_tensors(_shaken, inputs) for _ in range(DRAWS - 1))
+    return pooled([verdict, *(_judged(subject, again) for again in shaken)])
+
+
+def _shaken(tensor: Tensor) -> Tensor:
+    """The tensor in its layout, floats moved by up to 4 eps and at least 2^-9: other roundings."""
+    copied = twin(tensor)
+    if tensor.is_floating_point():
+        storage: Any = copied.untyped_storage()
+        flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage)
+        size = max(2.0**-9, 4 * torch.finfo(tensor.dtype).eps)
+        flat.mul_(1 + size * torch.rand_like(flat))
+    return copied
+
+
+def _judged(subject: Subject, inputs: Any) -> Verdict:
+    own = own_run(subject, inputs)
+    try:
+        truth = _truth_run(subject, inputs)
+    except torch.OutOfMemoryError:
+        if not subject.alone:
+            raise
+        torch.cuda.empty_cache()
+    except Exception as error:
+        raise _no_truth(subject, error) from error
+    else:
+        verdict = compare(forward(subject, subject.solution, inputs), own, truth)
+        return replace(verdict, truth="GPU" if subject.device.type == "cuda" else "CPU")
+    return _judged_in_parts(subject, inputs, own)
+
+
+def reference_runs(subject: Subject, inputs: Any) -> tuple[Json, Json]:
+    """The reference's results in the tested dtype and in float64; Skip when it refuses."""
+    own = own_run(subject, inputs)
+    try:
+        return own, _truth_run(subject, inputs)
+    except Exception as error:
+        raise _no_truth(subject, error) from error
+
+
+def own_run(subject: Subject, inputs: Any) -> Json:
+    """The reference's results in the tested dtype; Skip when it refuses."""
+    try:
+        return forward(subject, subject.reference, map_tensors(twin, inputs))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        _must_be_alive(subject)
+        raise Skip(f"the reference refuses: {describe(error)}") from error
+
+
+def _must_be_alive(subject: Subject) -> None:
+    """After an error of the reference, in the tested dtype or in float64."""
+    try:
+        check_device(subject.device)
+    except DeviceLost as lost:
+        raise ReferenceLost(str(lost)) from lost
+
+
+def _no_truth(subject: Subject, error: Exception) -> Exception:
+    """What to raise where float64 fails."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return error
+    _must_be_alive(subject)
+    return Skip(f"no float64 truth: {describe(error)}")
+
+
+def _truth_run(subject: Subject, inputs: Any) -> Json:
+    with _dropout_drawn_in(subject.dtype):
+        return forward(subject, subject.truth, map_tensors(upcast, inputs))
+
+
+def upcast(tensor: Tensor) -> Tensor:
+    """The tensor in float64, integers copied."""
+    return tensor.double() if tensor.is_floating_point() else twin(tensor)
+
+
+@contextmanager
+def _dropout_drawn_in(dtype: torch.dtype) -> Iterator[None]:
+    """Float64 runs draw dropout masks in the tested dtype: PyTorch's mask depends on it."""
+    original = nn.functional.dropout
+
+    def dropout(
+        input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Tensor:
+        if not training or not 0 < p < 1:
+            return original(input, p, training, inplace)
+        kept = original(torch.ones_like(input, dtype=dtype), p) != 0
+        result = input * kept / (1 - p)
+        return input.copy_(result) if inplace else result
+
+    nn.functional.dropout = dropout
+    try:
+        yield
+    finally:
+        nn.functional.dropout = original
+
+
+# --- where the device lacks the memory -----------------------------------------------------------
+
+
+def _judged_in_parts(subject: Subject, inputs: Any, own: Json) -> Verdict:
+    """The verdict by slices of the batch, the fewest that fit; on the CPU where none do."""
+    rows = next((x.shape[0] for x in tensors(inputs) if x.dim()), 0)
+    found = forward(subject, subject.solution, inputs)
+    count = 4
+    separable = rows > 1 and _separable(subject, inputs, rows)
+    while separable and count // 2 < rows:
+        try:
+            verdicts = [
+                compare(part(found), part(own), _truth_run(subject, part(inputs)))
+                for part in _slices(rows, min(count, rows))
+            ]
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            count *= 2
+            continue
+        return replace(worst(verdicts), truth="GPU, by slices")
+    return replace(_judged_on_cpu(subject, inputs, own, found), truth="CPU")
+
+
+def _slices(rows: int, count: int) -> Iterator[Part]:
+    """Functions that take the first, second, ... slice of every tensor with `rows` rows."""
+    size = -(-rows // count)
+    for start in range(0, rows, size):
+        yield _slice(rows, start, min(start + size, rows))
+
+
+def _slice(rows: int, start: int, stop: int) -> Part:
+    def cut(tensor: Tensor) -> Tensor:
+        whole = not tensor.dim() or tensor.shape[0] != rows
+        return tensor if whole else tensor[start:stop]
+
+    return lambda tree: map_tensors(cut, tree)
+
+
+def _separable(subject: Subject, inputs: Any, rows: int) -> bool:
+    """Whether the first rows give the same in one run as in two, in float64.
+
+    Batch statistics, random masks and whatever else joins rows differ far more than SEPARABLE.
+    """
+    if subject.buffers and subject.reference.training:
+        return False
+    probe = min(PROBE_ROWS, rows)
+    few = _slice(rows, 0, probe)(inputs)
+    try:
+        whole = tensors(_truth_run(subject, few)["output"])
+        for part in _slices(probe, 2):
+            halves = tensors(_truth_run(subject, part(few))["output"])
+            for a, b in zip(halves, map(part, whole), strict=True):
+                if a.shape != b.shape or not torch.allclose(
+                    a, b, rtol=SEPARABLE, atol=SEPARABLE * float(b.abs().max()), equal_nan=True
+                ):
+                    return False
+    except torch.OutOfMemoryError:
+        return False
+    return all(x.dim() and x.shape[0] == probe for x in whole)
+
+
+def _judged_on_cpu(subject: Subject, inputs: Any, own: Json, found: Json) -> Verdict:
+    """The verdict with the truth computed on the CPU, whose generator is another."""
+    again = tensors(forward(subject, subject.reference, map_tensors(twin, inputs), seed=1))
+    if any(not torch.equal(a, b) for a, b in zip(tensors(own), again, strict=True)):
+        raise Skip("no float64 truth: not enough memory on the GPU, and the model is random")
+    del again
+    host = torch.device("cpu")
+    there = replace(
+        subject, truth=copy.deepcopy(subject.truth).to(host), device=host,
+        buffers={name: value.to(host) for name, value in subject.buffers.items()},
+    )  # fmt: skip
+    mine, theirs, given = (map_tensors(lambda x: x.to(host), x) for x in (found, own, inputs))
+    try:
+        truth = _truth_run(there, given)
+    except Exception as error:
+        raise _no_truth(subject, error) from error
+    return compare(mine, theirs, truth)
