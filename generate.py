@@ -16,25 +16,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 from modelnew import __version__
 from modelnew.files import replace_file
 from modelnew.ir import ModelNewError
 from modelnew.measure.child import Json
 from modelnew.measure.jobs import GROUPS, Job, cores
-from modelnew.measure.runner import Executor
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from modelnew.measure.runner import Executor
 
 STALE = 3
 
@@ -431,6 +426,16 @@ def _terminated_as_interrupted() -> Iterator[None]:
 
 def _progress(total: int, completed: int, failed: int) -> Progress:
     """A bar on a terminal's standard error; nothing where it would only fill a log."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
     console = Console(stderr=True)
     bar = Progress(
         BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[failed]} failed"),

@@ -9,8 +9,13 @@ from modelnew.reference import Reference
 
 
 def explain(ref: Reference, plan: Plan) -> str:
-    """The plan of one reference: its steps, what each kernel computes, what was held fixed."""
-    lines = [f"{ref.path}", "", *render.rows(plan)]
+    """The plan of one reference under its file's name."""
+    return f"{ref.path}\n\n{page(plan)}"
+
+
+def page(plan: Plan) -> str:
+    """A plan: its steps, what each kernel computes, what was held fixed."""
+    lines = [*render.rows(plan)]
     for step in plan.steps:
         match step:
             case Pointwise():

@@ -89,7 +89,7 @@ class _Candidates:
     messages: dict[str, str]
     seconds: float
     device: torch.device
-    shared: bool
+    alone: bool
     report: Report
 
     def add(self, name: str, timed: Timed, seconds: float | None = None) -> None:
@@ -104,7 +104,7 @@ class _Candidates:
             self.timed[name] = timed
         except Exception as error:
             synchronize(self.device)  # raises when the device itself is lost
-            lacking = self.shared and isinstance(error, torch.OutOfMemoryError)
+            lacking = not self.alone and isinstance(error, torch.OutOfMemoryError)
             if lacking or name in ("solution", "eager"):
                 raise
             self.messages[name] = describe(error)
@@ -171,8 +171,8 @@ def _prepare(
     if flops["convolution"]:  # all that the setting changes
         rival.start()
     calls.update(_others(reference, inputs, payload, device))
-    shared = not payload.get("alone", True)
-    candidates = _Candidates({}, {}, {}, payload["seconds"], device, shared, report)
+    alone = payload.get("alone", True)
+    candidates = _Candidates({}, {}, {}, payload["seconds"], device, alone, report)
     timer = Timer.on(device)
     for name, call in calls.items():
         candidates.add(name, partial(timer, call))

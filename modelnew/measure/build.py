@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from modelnew.explain import explain
+from modelnew.explain import page
 from modelnew.ir import Library, ModelNewError, Plan, Pointwise
 from modelnew.measure.child import Json, Report, describe
 from modelnew.measure.load import execute_solution
@@ -36,14 +36,13 @@ def child(payload: Json, report: Report) -> Json:
 def describe_plan(reference: Path, overrides: Mapping[str, str]) -> Json:
     """What the plan says of a task: its text, least bytes moved, kind, number of kernels."""
     try:
-        loaded, plan = planned(reference, overrides)
+        _, plan = planned(reference, overrides)
     except Exception as error:
         blank = dict.fromkeys(("plan", "bytes_moved", "kind", "kernels"))
         message = str(error) if isinstance(error, ModelNewError) else describe(error)
         return {**blank, "plan_message": message}
-    text = explain(loaded, plan).split("\n", 2)[2]  # without the file's name
     return {
-        "plan": text, "bytes_moved": plan.bytes, "kind": kind(plan),
+        "plan": page(plan), "bytes_moved": plan.bytes, "kind": kind(plan),
         "kernels": len(plan.kernels), "plan_message": "",
     }  # fmt: skip
 

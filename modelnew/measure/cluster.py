@@ -78,9 +78,14 @@ class Cluster:
 
 def _texts(job: Job) -> Texts:
     """The contents of reference and solution; empty for a file that is missing."""
-    names = (job.reference, job.solution)
-    reference, solution = (p.read_text(encoding="utf-8") if p.exists() else "" for p in names)
+    reference, solution = (
+        path.read_text(encoding="utf-8") if path.exists() else "" for path in _paths(job)
+    )
     return reference, solution
+
+
+def _paths(job: Job) -> tuple[Path, Path]:
+    return job.reference, job.solution
 
 
 # --- on a worker ---------------------------------------------------------------------------------
@@ -112,10 +117,6 @@ def _placed(job: Job, texts: Texts) -> tuple[Job, Path]:
         place.write_text(text, encoding="utf-8")
         paths.append(place)
     return replace(job, reference=paths[0], solution=paths[1]), root
-
-
-def _paths(job: Job) -> tuple[Path, Path]:
-    return job.reference, job.solution
 
 
 def _extensions(root: Path) -> dict[str, str]:

@@ -84,11 +84,11 @@ def compare(found: Any, reference: Any, truth: Any) -> Verdict:
     if [name for name, _ in mine] != [name for name, _ in theirs]:
         names = [", ".join(name or "one value" for name, _ in x) for x in (mine, theirs)]
         return Verdict(False, message=f"structure: returns {names[0]}; the reference {names[1]}")
-    found = [
+    verdicts = [
         _leaf(name, y, r, t) for (name, y), (_, r), (_, t) in zip(mine, theirs, true, strict=True)
     ]
-    every = {key: metric for verdict in found for key, metric in verdict.metrics.items()}
-    return replace(worst(found), metrics=every)
+    every = {key: metric for verdict in verdicts for key, metric in verdict.metrics.items()}
+    return replace(worst(verdicts), metrics=every)
 
 
 def pooled(verdicts: Sequence[Verdict]) -> Verdict:

@@ -61,9 +61,7 @@ class Job:
     @property
     def said(self) -> Json:
         """The options as a row says them: whether with KernelBench, not where it lies."""
-        with_kernelbench = bool(self.options.get("kernelbench"))
-        found = {**self.options, "kernelbench": with_kernelbench}
-        return found if self.task == "verify" else dict(self.options)
+        return {k: bool(v) if k == "kernelbench" else v for k, v in self.options.items()}
 
 
 @dataclass(frozen=True)
@@ -122,13 +120,14 @@ def measure(job: Job, place: Place, built: Json) -> Json:
         "alone": place.alone,
     }  # fmt: skip
     limits = Limits(job.timeout_s, place.stop)
-    answer = run_child(job.task, payload, limits, environment=place.environment)
     barred = payload["barred"] = list[str]()
-    while answer.get("reference_lost", "") not in ("", *barred):
-        # The other checks need a process whose device is alive.
-        barred.append(answer["reference_lost"])
+    while True:
         answer = run_child(job.task, payload, limits, environment=place.environment)
-    if answer.pop("reference_lost", None):
+        lost = answer.pop("reference_lost", "")
+        if not lost or lost in barred:
+            break
+        barred.append(lost)  # the other checks need a process whose device is alive
+    if lost:
         answer["status"] = "crashed"
     for event in answer.pop("events", []):
         answer.update(event.get("facts", {}))
@@ -210,9 +209,7 @@ def _sanitized(payload: Json, limits: Limits, place: Place) -> list[Json]:
     return found
 
 
-def _under(
-    tool: str, kernels: Sequence[str], payload: Json, limits: Limits, place: Place
-) -> Json:  # fmt: skip
+def _under(tool: str, kernels: Sequence[str], payload: Json, limits: Limits, place: Place) -> Json:
     """The answer of the solution's kernels run under one tool, wrong with its first complaint.
 
     initcheck must see every kernel that writes, so it watches PyTorch's too, and only what it

@@ -23,6 +23,11 @@ def map_tensors(change: Callable[[torch.Tensor], Any], tree: Any) -> Any:
             return tree
 
 
+def cast(tree: Any, dtype: torch.dtype) -> Any:
+    """`tree` with its floating tensors in `dtype`."""
+    return map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
+
+
 def leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Every leaf of a nested value with its place, as ("output[0]['mean']", leaf)."""
     match tree:

@@ -10,14 +10,13 @@ import torch
 from modelnew.measure import checks
 from modelnew.measure.child import Json, Report, describe
 from modelnew.measure.load import load_files, own_inputs, resolve, synchronize
-from modelnew.measure.nested import map_tensors, tensors
+from modelnew.measure.nested import cast, tensors
 from modelnew.measure.subject import Arguments, Subject, build_subject, refusal
 from modelnew.measure.turn import hold
-from modelnew.measure.variants import LAYOUTS, Filling, laid_out, make, sizings, templates
+from modelnew.measure.variants import DTYPES, LAYOUTS, Filling, laid_out, make, sizings, templates
 
 KINDS = ("odd", "prime", "ones", "mid")
 OWN_LIMIT = 1 << 24  # elements of own inputs: a watched kernel is some hundred times slower
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def child(payload: Json, report: Report) -> Json:
@@ -49,10 +48,10 @@ def child(payload: Json, report: Report) -> Json:
 def _inputs(own: Any, subject: Subject) -> list[Any]:
     """Own inputs where small, then the hard sizes the reference takes, then layouts of one."""
     dtype = subject.dtype
-    cast = map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, own)
+    given = cast(own, dtype)
     small = sum(x.numel() for x in tensors(own)) <= OWN_LIMIT
-    tree = templates(cast)
-    found = [cast] if small else []
+    tree = templates(given)
+    found = [given] if small else []
     for kind in KINDS:
         for sizing in sizings(kind, tree, subject.device):
             inputs = make(tree, sizing, Filling("normal", dtype, subject.device))

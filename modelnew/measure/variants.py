@@ -17,6 +17,7 @@ from torch import Tensor
 
 from modelnew.measure.nested import map_tensors, tensors
 
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of inputs that are tried
 SAMPLE = 1 << 16  # values kept of each own input
 FILL_CHUNK = 1 << 26  # elements drawn at a time, so that index tensors stay small
 ELEMENT_LIMIT = {"cuda": 1 << 27, "cpu": 1 << 22}  # largest tensor of a variant

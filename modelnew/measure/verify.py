@@ -16,7 +16,7 @@ from modelnew.measure.child import Json, Report, describe
 from modelnew.measure.gate import Verdict, degenerate
 from modelnew.measure.jobs import GROUPS
 from modelnew.measure.load import Files, facts, load_files, own_inputs, resolve
-from modelnew.measure.nested import map_tensors, tensors, twin
+from modelnew.measure.nested import cast, map_tensors, tensors, twin
 from modelnew.measure.subject import (
     Arguments,
     DeviceLost,
@@ -30,6 +30,7 @@ from modelnew.measure.subject import (
 from modelnew.measure.truth import judge, reference_runs
 from modelnew.measure.turn import hold
 from modelnew.measure.variants import (
+    DTYPES,
     LAYOUTS,
     Filling,
     Shape,
@@ -46,7 +47,6 @@ from modelnew.measure.variants import (
     templates,
 )
 
-HALF = (torch.float16, torch.bfloat16)
 OWN = Sizing("own")
 LARGE_FREE_BYTES = 60 * 10**9
 LARGE_ELEMENTS = 1 << 31
@@ -67,7 +67,7 @@ class _Plan:
     init_inputs: Any = ()
     tree: Any = ()
     fill: str = "normal"
-    found: dict[str, Sizing | None] = field(default_factory=dict)
+    found: dict[tuple[str, bool], Sizing | None] = field(default_factory=dict)
     degenerate: list[str] = field(default_factory=list)
 
     @property
@@ -84,23 +84,19 @@ class _Plan:
     def inputs(self, shape: Shape, dtype: torch.dtype = torch.float32, values: str = "") -> Any:
         return make(self.tree, shape, self.filling(dtype, values))
 
-    def sizing(self, kind: str, subject: Subject) -> Sizing | None:
-        """The first sizing of the kind that the reference takes."""
-        if kind not in self.found:
+    def sizing(self, kind: str, subject: Subject, *, both: bool = False) -> Sizing | None:
+        """The first sizing of the kind that the reference takes, with `both` the solution too."""
+        key = kind, both
+        if key not in self.found:
             choices = sizings(kind, self.tree, self.device)
-            self.found[kind] = next(
-                (s for s in choices if checks.accepts(subject, self.inputs(s))), None
+            self.found[key] = next(
+                (s for s in choices if checks.accepts(subject, self.inputs(s), both=both)), None
             )
-        return self.found[kind]
+        return self.found[key]
 
     def middle(self, subject: Subject) -> Shape:
         """A mid-size shape that both models take; the own one when there is none."""
-        if "taken" not in self.found:
-            choices = sizings("mid", self.tree, self.device)
-            self.found["taken"] = next(
-                (s for s in choices if checks.accepts(subject, self.inputs(s), both=True)), None
-            )
-        return self.found["taken"] or OWN
+        return self.sizing("mid", subject, both=True) or OWN
 
 
 def child(payload: Json, report: Report) -> Json:
@@ -205,12 +201,12 @@ def _skipped(plan: _Plan, name: str, subject: Subject, why: str) -> None:
 
 def _own(plan: _Plan) -> None:
     """Own inputs in float32 for every seed, then in the half types."""
-    for dtype in (torch.float32, *HALF):
+    for dtype in DTYPES:
         subject = _built(plan, dtype, perturb=False)
         if subject is None:
             continue
         for seed in range(plan.seeds if dtype == torch.float32 else 1):
-            inputs = map_tensors(partial(_cast, dtype), own_inputs(plan.files, seed, plan.device))
+            inputs = cast(own_inputs(plan.files, seed, plan.device), dtype)
             single = dtype == torch.float32
             status = _judged(plan, f"own seed {seed}", subject, inputs, single)
             if single and status == "skipped":
@@ -231,10 +227,6 @@ def _degenerate(plan: _Plan, subject: Subject, inputs: Any) -> list[str]:
     return degenerate(*outputs)
 
 
-def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-
 def _on_own_inputs(plan: _Plan, subject: Subject, inputs: Any) -> None:
     """What needs the real size: races, writes into the inputs."""
     for name, check in (("repeatable", checks.repeatable), ("untouched", checks.untouched)):
@@ -246,7 +238,7 @@ def _on_own_inputs(plan: _Plan, subject: Subject, inputs: Any) -> None:
 
 def _moved(plan: _Plan) -> Iterator[Subject]:
     """The subject with moved weights in each dtype that can be built, float32 first."""
-    for dtype in (torch.float32, *HALF):
+    for dtype in DTYPES:
         subject = _built(plan, dtype, perturb=True)
         if subject is not None:
             if dtype == torch.float32:
