@@ -157,6 +157,8 @@ def _with_live(
         matched = match_nodes(base.nodes, probe.nodes, table)
         if matched is not None and probe.output == base.output:
             nodes, unknown = matched
+            # A tensor made of a number in forward is a constant that the graph holds as text.
+            unknown = unknown or probe.bindings != base.bindings
             baked = (scalars | floats) if unknown else table.observed | (scalars - candidates)
             conditions = tuple(Guard(text, repr(held)) for text, held in table.conditions.items())
             return _Found(nodes, frozenset(baked | (inputs - floats)), conditions)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from modelnew.measure import gate
 
@@ -88,6 +89,23 @@ def test_metadata_is_compared_but_not_strides_that_do_not_matter() -> None:
     assert "strides" in gate.compare(a.mT.contiguous().mT, torch.zeros(3, 2, 4)[:, :1], a).message
     assert "structure" in gate.compare((a, a), [a], [a]).message
     assert gate.compare({"a": [a]}, {"a": [a]}, {"a": [a]}).ok
+
+
+def test_where_the_reference_has_no_digit_errors_are_absolute() -> None:
+    """Rounded to the root of hardswish the reference answers 0: its relative error is only 1."""
+    exact = torch.linspace(-3.1, -2.9, 1 << 16, dtype=torch.float64)
+    exact = torch.cat([exact, torch.full((1 << 10,), 2.0, dtype=torch.float64)])
+    truth = nn.functional.hardswish(exact)
+    reference = nn.functional.hardswish(exact.bfloat16())
+    off = 1e-3 * torch.rand(exact.shape, generator=torch.Generator().manual_seed(0))
+    better = nn.functional.hardswish(exact.float() + off).bfloat16()
+    assert gate.compare(better, reference, truth).ok
+    assert (better.double() - truth).norm() < (reference.double() - truth).norm()
+    below = truth.abs() < 0.02
+    worse = torch.where(below, better.double() + 0.02, better.double()).bfloat16()
+    assert gate.compare(worse, reference, truth).ratio > 1
+    worse = torch.where(below, better, better * 1.5)
+    assert not gate.compare(worse, reference, truth).ok
 
 
 def test_chunks_give_what_one_piece_gives(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -252,6 +252,15 @@ def test_other_ways_to_read_the_digits_are_guarded(traced: Trace, expression: st
             assert number in (1, pytest.approx(0.3), pytest.approx(1.3498588075760032, rel=1e-14))
 
 
+def test_an_attribute_that_forward_makes_a_tensor_of_is_guarded(traced: Trace) -> None:
+    init = "self.bound, self.scale = bound, scale"
+    graph = traced(
+        body("torch.minimum(x, torch.tensor(self.bound)) * self.scale"), init=init,
+        signature=", bound, scale", arguments="0.5, 2.0",
+    )  # fmt: skip
+    assert guards(graph)["bound"] == "0.5"
+
+
 @pytest.mark.parametrize("method", ["int(self.scale)", "round(self.scale)", "self.scale // 1"])
 def test_integers_made_of_an_attribute_are_guarded(traced: Trace, method: str) -> None:
     graph = traced(

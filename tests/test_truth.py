@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,12 @@ def memory_for(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[int]]:
     def limit(rows: int) -> list[int]:
         ran: list[int] = []
         original = truth._truth_run
+        kinds = torch.OutOfMemoryError("planted"), RuntimeError("CUDA error: out of memory")
+        errors = cycle(kinds)
 
         def limited(subject: Subject, inputs: Any) -> Any:
             if len(inputs[0]) > rows:
-                raise torch.OutOfMemoryError("planted")
+                raise next(errors)
             ran.append(len(inputs[0]))
             return original(subject, inputs)
 
@@ -175,3 +178,30 @@ def test_a_degenerate_task_is_marked_in_its_row(tmp_path: Path) -> None:
     assert row["status"] == "wrong", "our gate is relative: zeros do not satisfy it"
     row = examine(tmp_path, POINTWISE, pointwise(""), "own")
     assert row["degenerate"] == []
+
+
+def test_an_appeal_shakes_the_parameters_of_all_three_models_alike(
+    subject: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, inputs = subject(LAYERS, LAYERS_NEW, train=False)
+    models = (made.reference, made.solution, made.truth)
+    before = [{k: v.clone() for k, v in m.state_dict().items()} for m in models]
+    seen: list[list[torch.Tensor]] = []
+
+    def judged(made: Subject, _: Any) -> gate.Verdict:
+        mine, *others = (list(m.parameters()) for m in models)
+        assert all(
+            torch.equal(a.double(), b.double())
+            for other in others
+            for a, b in zip(mine, other, strict=True)
+        )
+        seen.append([p.detach().clone() for p in mine])
+        return gate.Verdict(False, 3.0, 1.0, 1.5, "m", "CPU", {"k": gate.Metric(3.0, 1.0, 0.0)})
+
+    monkeypatch.setattr(truth, "_judged", judged)
+    assert not truth.judge(made, inputs).ok
+    assert len(seen) == truth.DRAWS
+    assert not any(torch.equal(a, b) for a, b in zip(seen[0], seen[1], strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(seen[1], seen[2], strict=True))
+    for model, state in zip(models, before, strict=True):
+        assert all(torch.equal(state[k], v) for k, v in model.state_dict().items())

@@ -21,6 +21,7 @@ from modelnew.measure.load import (
     Files,
     construct,
     facts,
+    lacks_memory,
     load_files,
     own_inputs,
     resolve,
@@ -104,7 +105,7 @@ class _Candidates:
             self.timed[name] = timed
         except Exception as error:
             synchronize(self.device)  # raises when the device itself is lost
-            lacking = not self.alone and isinstance(error, torch.OutOfMemoryError)
+            lacking = not self.alone and lacks_memory(error)
             if lacking or name in ("solution", "eager"):
                 raise
             self.messages[name] = describe(error)
@@ -130,7 +131,7 @@ def child(payload: Json, report: Report) -> Json:
             with hold(lock, report, alone=alone):
                 marks = [time.perf_counter()]
                 device = resolve(payload["device"])
-                about = {**facts(device), "build_seconds": round(files.build_seconds, 3)}
+                about = {**facts(device), "load_seconds": round(files.load_seconds, 3)}
                 report({"facts": about})
                 prepared = _prepare(files, payload, device, report, rival)
                 if device.type == "cuda":
@@ -143,10 +144,9 @@ def child(payload: Json, report: Report) -> Json:
         spent = (round(end - begin, 2) for begin, end in pairwise(marks))
         phases = dict(zip(("preparing", "waiting", "timing"), spent, strict=True))
         return {**about, **row, "phases": phases}
-    except torch.OutOfMemoryError as error:
-        return {"status": "error", "message": describe(error), "starved": not alone}
     except Exception as error:
-        return {"status": "error", "message": describe(error)}
+        starved = lacks_memory(error) and not alone
+        return {"status": "error", "message": describe(error), "starved": starved}
 
 
 def _prepare(

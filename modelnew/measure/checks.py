@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from modelnew.measure.child import describe
 from modelnew.measure.gate import Verdict, compare, worst
-from modelnew.measure.load import Files, construct
+from modelnew.measure.load import Files, construct, lacks_memory
 from modelnew.measure.nested import leaves, map_tensors, same_bits, tensors, twin
 from modelnew.measure.subject import (
     RUN_SEED,
@@ -178,12 +178,14 @@ def graph(subject: Subject, inputs: Any, changed: Any) -> Verdict:
         _captured(subject, subject.reference, map_tensors(torch.clone, inputs))
     except Exception as error:
         check_device(subject.device)
+        if lacks_memory(error):
+            raise
         raise Skip(f"the reference cannot be captured: {describe(error)}") from error
     try:
         replay, output = _captured(subject, subject.solution, static)
     except Exception as error:
         check_device(subject.device)
-        if refusal(error):
+        if refusal(error) or lacks_memory(error):
             raise
         return Verdict(False, message=f"cannot be captured: {describe(error)}")
     subject.solution.load_state_dict(subject.buffers, strict=False)
@@ -263,6 +265,8 @@ def backward(subject: Subject, inputs: Any) -> Verdict:
     try:
         theirs = _traced(subject.reference, inputs)
     except Exception as error:
+        if lacks_memory(error):
+            raise
         raise Skip(f"the reference refuses: {describe(error)}") from error
     if not any(x.requires_grad for x in theirs.outputs):
         raise Skip("the reference's outputs do not require a gradient")
@@ -274,6 +278,8 @@ def backward(subject: Subject, inputs: Any) -> Verdict:
     try:
         _backward(mine)
     except RuntimeError as error:
+        if lacks_memory(error):
+            raise
         return Verdict(True, message=f"refused: {describe(error)}")
     _backward(theirs)
     if any((a.grad is None) != (b.grad is None) for a, b in _both(mine, theirs)):
@@ -357,6 +363,8 @@ def constructor(files: Files, device: torch.device, change: Change, choices: lis
     try:
         reference = build_reference(files, torch.float32, device, change.arguments, True)
     except Exception as error:
+        if lacks_memory(error):
+            raise
         raise Skip(f"the reference cannot be built: {describe(error)}") from error
     inputs = next((x for x in choices if _accepts(reference, x, device)), None)
     if inputs is None:
@@ -369,6 +377,8 @@ def constructor(files: Files, device: torch.device, change: Change, choices: lis
         raise
     except Exception as error:
         check_device(device)
+        if lacks_memory(error):
+            raise
         named = re.search(rf"\b{re.escape(change.name)}\b", str(error)) is not None
         text = describe(error) if named else f"the error does not name it: {describe(error)}"
         return Verdict(named, message=f"{change.name}={change.new!r}: {text}")
@@ -383,11 +393,9 @@ def _accepts(model: nn.Module, inputs: Any, device: torch.device, alone: bool = 
     try:
         with torch.no_grad():
             model(*map_tensors(twin, inputs))
-    except torch.OutOfMemoryError:
-        if not alone:
+    except Exception as error:
+        if lacks_memory(error) and not alone:
             raise
-        return False
-    except Exception:
         check_device(device)
         return False
     check_device(device)

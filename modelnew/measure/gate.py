@@ -9,13 +9,16 @@ output, r the reference's in the tested dtype and t the reference's in float64:
 y is right when e(y) <= 2 e(r) + 4 eps and n(y) <= 2 n(r) + 2 eps. 4 eps over the smallest normal
 is four subnormal ulp, so no separate allowance for subnormal results is needed. Of an output of
 few elements the reference's error is one lucky draw rather than a class, so there the second
-bound is as wide as the first. A row's `ratio` is error over allowed error, at most 1 when right.
+bound is as wide as the first. Where the reference has lost every digit (relative error above one
+half: hardswish near -3 in bfloat16, which rounds to the root and answers 0), the largest such |t|
+takes the place of 2^-10 rms(t) if it is larger: below it, errors count as absolute, everyone's.
+A row's `ratio` is error over allowed error, at most 1 when right.
 
 NaN, signed infinities and the sign of float32's exact zeros must be the reference's. Where the
 reference overflows on the way and the truth is finite in the dtype, nothing is compared; where a
 result is non-finite exactly as the truth rounded to the dtype is, it is right; within rounding of
 the dtype's largest number both that and infinity are; and where the reference has lost every digit
-(error above one half) its finiteness binds nobody.
+its finiteness binds nobody.
 """
 
 from __future__ import annotations
@@ -76,6 +79,7 @@ class _Part:
     reference_error: float
     square: float
     reference_square: float
+    lost: float  # the largest |t| of which the reference has no digit, 0 where it has all
 
 
 def compare(found: Any, reference: Any, truth: Any) -> Verdict:
@@ -173,16 +177,16 @@ def _floats(name: str, y: Tensor, r: Tensor, t: Tensor) -> Verdict:
     shown = (y, r, t)
     y, r, t = (x.reshape(-1) for x in shown)
     norm, floor = _scale(r, t)
-    parts = [
-        _chunk(i, y[i : i + CHUNK], r[i : i + CHUNK], t[i : i + CHUNK], floor)
-        for i in range(0, y.numel(), CHUNK)
-    ]
+    parts = _chunks(y, r, t, floor)
     for kind in ("pattern", "zero_sign"):
         bad = max(getattr(part, kind) for part in parts)
         if bad >= 0:
             what = "NaN or infinity" if kind == "pattern" else "sign of zero"
             text = f"{name}: {what} differs: {_element(bad, *shown)}"
             return Verdict(False, message=text, ratio=math.inf)
+    lost = max(part.lost for part in parts)
+    if lost > floor:
+        parts = _chunks(y, r, t, lost)
     eps = torch.finfo(r.dtype).eps
     top = max(parts, key=lambda part: part.error)
     metrics = {
@@ -218,6 +222,13 @@ def _scale(r: Tensor, t: Tensor) -> tuple[float, float]:
     return max(math.sqrt(square), tiny), max(rms * 2.0**-10, tiny)
 
 
+def _chunks(y: Tensor, r: Tensor, t: Tensor, floor: float) -> list[_Part]:
+    return [
+        _chunk(i, y[i : i + CHUNK], r[i : i + CHUNK], t[i : i + CHUNK], floor)
+        for i in range(0, y.numel(), CHUNK)
+    ]
+
+
 def _chunk(start: int, y: Tensor, r: Tensor, t: Tensor, floor: float) -> _Part:
     t = t.double()
     rounded = _codes(t.to(r.dtype))
@@ -244,6 +255,7 @@ def _chunk(start: int, y: Tensor, r: Tensor, t: Tensor, floor: float) -> _Part:
         float((own / scale).nan_to_num(0.0).max()),
         float(distance.square().sum()),
         float(own.square().sum()),
+        float(torch.where(use & lost, t.abs(), 0.0).max()),
     )
 
 

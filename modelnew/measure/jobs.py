@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +26,8 @@ SANITIZER_ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
 # What a row holds in any case, whether its child answered or not.
 _BLANK: Json = {
-    "message": "", "device": "", "torch": "", "cuda": None, "build_seconds": None, "seconds": None,
+    "message": "", "device": "", "torch": "", "cuda": None, "build_seconds": None,
+    "load_seconds": None, "seconds": None,
 }  # fmt: skip
 BLANK: Mapping[str, Json] = {
     "verify": {**_BLANK, "complete": False, "checks": [], "degenerate": [], "truth": {}},
@@ -151,6 +153,7 @@ def row(job: Job, built: Json, answer: Json) -> Json:
     full = {**head, **BLANK[job.task], **found}
     if job.task == "verify":
         checks = full["checks"]
+        full["check_counts"] = dict(Counter(check["status"] for check in checks))
         full["max_error_ratio"] = max(
             (check["ratio"] for check in checks if check["status"] != "skipped"), default=0.0
         )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from modelnew.measure.child import Json, Report, describe
+from modelnew.measure.load import lacks_memory
 from modelnew.measure.turn import hold
 
 TRIALS = 5
@@ -34,17 +35,19 @@ def child(payload: Json, report: Report) -> Json:
     the reference passes as its own solution, which random models and integer inputs do not.
     `starved` when memory was lacking while others shared the GPU.
     """
+    alone = payload.get("alone", True)
     try:
         evaluate, check = _imported(Path(payload["kernelbench"]))
         reference, solution = (
             Path(payload[name]).read_text(encoding="utf-8") for name in ("reference", "solution")
         )
-        with hold(payload.get("lock"), report, alone=payload.get("alone", True)):
+        with hold(payload.get("lock"), report, alone=alone):
             answer = _evaluated(evaluate, check, reference, solution, payload["device"])
         lacking = "out of memory" in answer["message"]  # it is caught there, and counts as wrong
-        return {**answer, "starved": lacking and not payload.get("alone", True)}
+        return {**answer, "starved": lacking and not alone}
     except Exception as error:
-        return {"status": "error", "message": describe(error)}
+        starved = lacks_memory(error) and not alone
+        return {"status": "error", "message": describe(error), "starved": starved}
 
 
 def _evaluated(evaluate: Any, check: Any, reference: str, solution: str, device: str) -> Json:

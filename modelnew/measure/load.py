@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 import time
 import types
@@ -28,11 +29,11 @@ class Files:
     solution: Callable[..., nn.Module]
     get_inputs: Callable[[], Any]
     get_init_inputs: Callable[[], Any]
-    build_seconds: float
+    load_seconds: float
 
 
 def load_files(reference: Path, solution: Path, overrides: Mapping[str, str]) -> Files:
-    """Executes both files; the solution's import compiles it (`build_seconds`).
+    """Executes both files; the solution's import (`load_seconds`) compiles what is not built yet.
 
     Raises ModelNewError naming the file when one cannot be executed or lacks what it must define.
     """
@@ -115,6 +116,17 @@ def synchronize(device: torch.device) -> None:
     """Waits for the device, so that its errors are raised where they were caused."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether the device's memory did not suffice: PyTorch's allocator, CUDA or a library says so.
+
+    What CUDA itself allocates, such as a context or a kernel's code, fails as AcceleratorError.
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    said = re.search(r"out of memory|STATUS_ALLOC_FAILED", str(error))
+    return isinstance(error, RuntimeError) and said is not None
 
 
 def facts(device: torch.device) -> Json:

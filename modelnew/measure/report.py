@@ -78,9 +78,6 @@ class Task:
             return "failed" if failed else "not verified"
         if not _same_text(self.bench, self.verify):
             return "other text verified"
-        sanitize = self.rows.get("sanitize", {})
-        if sanitize.get("status") == "wrong" and _same_text(sanitize, self.verify):
-            return "wrong"  # right results by reading or writing what is not its own
         return {"ok": "right", "wrong": "wrong"}.get(self.verify["status"], "failed")
 
     @property
@@ -132,7 +129,9 @@ class Task:
 
     @property
     def check_counts(self) -> Counter[str]:
-        return Counter(str(check["status"]) for check in self.checks)
+        counted = _numbers(self.verify.get("check_counts"))  # a file may keep few of the checks
+        found = Counter(str(check["status"]) for check in self.checks)
+        return Counter({name: int(count) for name, count in counted.items()}) or found
 
     @property
     def failures(self) -> list[Json]:

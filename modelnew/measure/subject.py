@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from modelnew.measure.child import Json, Report, describe
 from modelnew.measure.gate import Verdict
-from modelnew.measure.load import Files, construct, synchronize
+from modelnew.measure.load import Files, construct, lacks_memory, synchronize
 from modelnew.measure.nested import tensors
 
 RUN_SEED = 1234
@@ -167,13 +167,11 @@ class Recorder:
             status, verdict = "skipped", Verdict(True, message=str(reason))
         except DeviceLost:
             raise
-        except torch.OutOfMemoryError as error:
-            self.starved = True
-            status, verdict = "skipped", Verdict(True, message=describe(error))
         except Exception as error:
             check_device(self.device)
-            refused = not must_answer and refusal(error)
-            status = "skipped" if refused else "wrong"
+            lacking, refused = lacks_memory(error), not must_answer and refusal(error)
+            self.starved = self.starved or lacking
+            status = "skipped" if lacking or refused else "wrong"
             verdict = Verdict(False, message=("refused: " if refused else "") + describe(error))
         check = {
             "name": name, "dtype": kind, "shape": shapes, "status": status,
@@ -191,7 +189,7 @@ def refusal(error: Exception) -> bool:
     ValueError and NotImplementedError (TORCH_CHECK_VALUE, TORCH_CHECK_NOT_IMPLEMENTED in C++)
     say so by their type; RuntimeError and TypeError (TORCH_CHECK) by naming ModelNew.
     """
-    if isinstance(error, torch.OutOfMemoryError):
+    if lacks_memory(error):
         return False
     if isinstance(error, ValueError | NotImplementedError):
         return True

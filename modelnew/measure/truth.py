@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from modelnew.measure.child import Json, describe
 from modelnew.measure.gate import Verdict, compare, pooled, worst
+from modelnew.measure.load import lacks_memory
 from modelnew.measure.nested import map_tensors, tensors, twin
 from modelnew.measure.subject import (
     DeviceLost,
@@ -39,13 +40,34 @@ Part = Callable[[Any], Any]
 def judge(subject: Subject, inputs: Any) -> Verdict:
     """Runs reference, truth and solution on the inputs and compares; Skip without a truth.
 
-    A verdict that is wrong by little is appealed: see `gate.pooled`.
+    A verdict that is wrong by little is appealed: see `gate.pooled`. The parameters are shaken
+    too: with tiny inputs all rounding is theirs, and inputs alone would draw the same eight times.
     """
     verdict = _judged(subject, inputs)
     if verdict.ok or not 1 < verdict.ratio < APPEAL:
         return verdict
-    shaken = (map_tensors(_shaken, inputs) for _ in range(DRAWS - 1))
-    return pooled([verdict, *(_judged(subject, again) for again in shaken)])
+    verdicts = [verdict]
+    for _ in range(DRAWS - 1):
+        with _shaken_parameters(subject):
+            verdicts.append(_judged(subject, map_tensors(_shaken, inputs)))
+    return pooled(verdicts)
+
+
+@contextmanager
+def _shaken_parameters(subject: Subject) -> Iterator[None]:
+    """All three models with other parameters, the reference's shaken; then as they were."""
+    models = (subject.reference, subject.solution, subject.truth)
+    before = copy.deepcopy(subject.reference.state_dict())
+    with torch.no_grad():
+        for parameter in subject.reference.parameters():
+            parameter.copy_(_shaken(parameter))
+    for model in models[1:]:
+        model.load_state_dict(subject.reference.state_dict())
+    try:
+        yield
+    finally:
+        for model in models:
+            model.load_state_dict(before)
 
 
 def _shaken(tensor: Tensor) -> Tensor:
@@ -63,12 +85,10 @@ def _judged(subject: Subject, inputs: Any) -> Verdict:
     own = own_run(subject, inputs)
     try:
         truth = _truth_run(subject, inputs)
-    except torch.OutOfMemoryError:
-        if not subject.alone:
-            raise
-        torch.cuda.empty_cache()
     except Exception as error:
-        raise _no_truth(subject, error) from error
+        if not (lacks_memory(error) and subject.alone):
+            raise _no_truth(subject, error) from error
+        torch.cuda.empty_cache()
     else:
         verdict = compare(forward(subject, subject.solution, inputs), own, truth)
         return replace(verdict, truth="GPU" if subject.device.type == "cuda" else "CPU")
@@ -88,9 +108,9 @@ def own_run(subject: Subject, inputs: Any) -> Json:
     """The reference's results in the tested dtype; Skip when it refuses."""
     try:
         return forward(subject, subject.reference, map_tensors(twin, inputs))
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:
+        if lacks_memory(error):
+            raise
         _must_be_alive(subject)
         raise Skip(f"the reference refuses: {describe(error)}") from error
 
@@ -105,7 +125,7 @@ def _must_be_alive(subject: Subject) -> None:
 
 def _no_truth(subject: Subject, error: Exception) -> Exception:
     """What to raise where float64 fails."""
-    if isinstance(error, torch.OutOfMemoryError):
+    if lacks_memory(error):
         return error
     _must_be_alive(subject)
     return Skip(f"no float64 truth: {describe(error)}")
@@ -157,7 +177,9 @@ def _judged_in_parts(subject: Subject, inputs: Any, own: Json) -> Verdict:
                 compare(part(found), part(own), _truth_run(subject, part(inputs)))
                 for part in _slices(rows, min(count, rows))
             ]
-        except torch.OutOfMemoryError:
+        except Exception as error:
+            if not lacks_memory(error):
+                raise
             torch.cuda.empty_cache()
             count *= 2
             continue
@@ -198,7 +220,9 @@ def _separable(subject: Subject, inputs: Any, rows: int) -> bool:
                     a, b, rtol=SEPARABLE, atol=SEPARABLE * float(b.abs().max()), equal_nan=True
                 ):
                     return False
-    except torch.OutOfMemoryError:
+    except Exception as error:
+        if not lacks_memory(error):
+            raise
         return False
     return all(x.dim() and x.shape[0] == probe for x in whole)
 

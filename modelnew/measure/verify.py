@@ -15,7 +15,7 @@ from modelnew.measure import checks
 from modelnew.measure.child import Json, Report, describe
 from modelnew.measure.gate import Verdict, degenerate
 from modelnew.measure.jobs import GROUPS
-from modelnew.measure.load import Files, facts, load_files, own_inputs, resolve
+from modelnew.measure.load import Files, facts, lacks_memory, load_files, own_inputs, resolve
 from modelnew.measure.nested import cast, map_tensors, tensors, twin
 from modelnew.measure.subject import (
     Arguments,
@@ -110,19 +110,21 @@ def child(payload: Json, report: Report) -> Json:
     `reference_lost` names the check in which the reference itself lost the device: the child can
     be run again with it in "barred".
     """
+    alone = payload.get("alone", True)
     try:
         files = load_files(
             Path(payload["reference"]), Path(payload["solution"]), payload["overrides"]
         )
-        with hold(payload.get("lock"), report, alone=payload.get("alone", True)):
+        with hold(payload.get("lock"), report, alone=alone):
             return _checked(files, payload, report)
     except Exception as error:
-        return {"status": "error", "message": describe(error)}
+        starved = lacks_memory(error) and not alone
+        return {"status": "error", "message": describe(error), "starved": starved}
 
 
 def _checked(files: Files, payload: Json, report: Report) -> Json:
     device = resolve(payload["device"])
-    about = {**facts(device), "build_seconds": round(files.build_seconds, 3)}
+    about = {**facts(device), "load_seconds": round(files.load_seconds, 3)}
     report({"facts": about})
     recorder = Recorder(report, device, barred=payload.get("barred", ()))
     alone = payload.get("alone", True)
@@ -155,13 +157,11 @@ def _run_groups(plan: _Plan, groups: list[str]) -> tuple[str, str]:
                 call(plan, subject)
     except ReferenceLost as error:
         return "lost", f"the reference loses the device during {recorder.started!r}: {error}"
-    except torch.OutOfMemoryError as error:
-        recorder.starved = True
-        return "error", describe(error)
     except DeviceLost as error:
         last = recorder.started or "the start"
         return "crashed", f"during {last!r}: {error}"
     except Exception as error:
+        recorder.starved = recorder.starved or lacks_memory(error)
         return "error", describe(error)
     wrong = [check for check in recorder.checks if check["status"] == "wrong"]
     if wrong:
