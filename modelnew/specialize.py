@@ -286,7 +286,7 @@ def _free_places(
             graph = trace_once(ref.model, given)
         except ModelNewError:
             return False
-        return graph.output == base.output and same_calls(graph.nodes, base.nodes)
+        return same_calls(graph, base)
 
     by_value: dict[Any, set[Place]] = {}
     by_axis: dict[Any, set[Place]] = {}
@@ -326,10 +326,12 @@ def _resized(ref: Reference, leaf: Leaf, sizes: dict[Place, int]) -> Leaf:
         return replace(leaf, value=leaf.value.new_empty(shape))
 
 
-def same_calls(left: Sequence[Node], right: Sequence[Node]) -> bool:
-    """Whether two traces make the same calls with the same arguments, whatever the shapes."""
+def same_calls(left: Graph, right: Graph) -> bool:
+    """Whether two traces make the same calls with the same arguments and constants, whatever the
+    shapes."""
 
-    def calls(nodes: Sequence[Node]) -> list[tuple[str, tuple[Arg, ...]]]:
-        return [(node.op, tuple(argument.value for argument in node.args)) for node in nodes]
+    def calls(graph: Graph) -> list[tuple[str, tuple[Arg, ...]]]:
+        return [(node.op, tuple(argument.value for argument in node.args)) for node in graph.nodes]
 
-    return calls(left) == calls(right)
+    same = left.output == right.output and left.bindings == right.bindings
+    return same and calls(left) == calls(right)

@@ -57,8 +57,7 @@ def trace(ref: Reference) -> Graph:
     other = trace_once(ref, ref.model.train(not built), leaves)
     for module, mode in modes.items():
         module.training = mode
-    same = other.nodes == base.nodes and other.output == base.output
-    return graph if same else replace(graph, training=built)
+    return graph if other == base else replace(graph, training=built)
 
 
 def input_leaves(ref: Reference) -> tuple[Leaf, ...]:

@@ -261,6 +261,16 @@ def test_an_attribute_that_forward_makes_a_tensor_of_is_guarded(traced: Trace) -
     assert guards(graph)["bound"] == "0.5"
 
 
+def test_a_size_that_forward_makes_a_tensor_of_is_pinned(traced: Trace) -> None:
+    graph = traced(body("x * torch.tensor(float(x.shape[0]))"))
+    assert pins(graph) == {"x.shape[0:1]": "(3,)"}
+
+
+def test_a_mode_that_forward_makes_a_tensor_of_is_fixed(traced: Trace) -> None:
+    graph = traced(body("x * torch.tensor(2.0 if self.training else 1.0)"))
+    assert graph.training is True
+
+
 @pytest.mark.parametrize("method", ["int(self.scale)", "round(self.scale)", "self.scale // 1"])
 def test_integers_made_of_an_attribute_are_guarded(traced: Trace, method: str) -> None:
     graph = traced(
