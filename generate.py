@@ -450,9 +450,8 @@ def _progress(total: int, completed: int, failed: int) -> Progress:
 def _verified_line(row: dict[str, Any]) -> str:
     if row["status"] in ("ok", "wrong"):
         wrong = [check for check in row["checks"] if check["status"] == "wrong"]
-        done = sum(check["status"] == "ok" for check in row["checks"])
-        skipped = sum(check["status"] == "skipped" for check in row["checks"])
-        text = f"{row['status']:6} {done} checks, {skipped} skipped"
+        counts = row["check_counts"]
+        text = f"{row['status']:6} {counts.get('ok', 0)} checks, {counts.get('skipped', 0)} skipped"
         ratio = row.get("max_error_ratio")
         text += "" if ratio is None else f", error {ratio:.2g} of the allowed"
         text += f"; degenerate: {row['degenerate'][0]}" if row["degenerate"] else ""

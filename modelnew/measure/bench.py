@@ -21,6 +21,7 @@ from modelnew.measure.load import (
     Files,
     construct,
     facts,
+    failure,
     lacks_memory,
     load_files,
     own_inputs,
@@ -145,8 +146,7 @@ def child(payload: Json, report: Report) -> Json:
         phases = dict(zip(("preparing", "waiting", "timing"), spent, strict=True))
         return {**about, **row, "phases": phases}
     except Exception as error:
-        starved = lacks_memory(error) and not alone
-        return {"status": "error", "message": describe(error), "starved": starved}
+        return failure(error, alone=alone)
 
 
 def _prepare(

@@ -11,8 +11,10 @@ import types
 from pathlib import Path
 from typing import Any
 
-from modelnew.measure.child import Json, Report, describe
-from modelnew.measure.load import lacks_memory
+import torch
+
+from modelnew.measure.child import Json, Report
+from modelnew.measure.load import failure
 from modelnew.measure.turn import hold
 
 TRIALS = 5
@@ -46,13 +48,10 @@ def child(payload: Json, report: Report) -> Json:
         lacking = "out of memory" in answer["message"]  # it is caught there, and counts as wrong
         return {**answer, "starved": lacking and not alone}
     except Exception as error:
-        starved = lacks_memory(error) and not alone
-        return {"status": "error", "message": describe(error), "starved": starved}
+        return failure(error, alone=alone)
 
 
 def _evaluated(evaluate: Any, check: Any, reference: str, solution: str, device: str) -> Json:
-    import torch
-
     def verdict(text: str) -> Any:
         return evaluate(
             reference, text, num_correct_trials=TRIALS, measure_performance=False,

@@ -29,7 +29,7 @@ def read(path: Path) -> Entries:
 
 
 def record_verification(path: Path, row: Mapping[str, Any], folder: Path | None = None) -> bool:
-    """Enters a row of `verify.verify`; True when the solution now counts as verified.
+    """Enters a row of "verify"; True when the solution now counts as verified.
 
     Only a complete row with status ok does; any other row takes the solution's entry away.
     Entries of hashes that no file of `folder` (default: the ledger's) has any more are dropped.
@@ -52,7 +52,7 @@ def record_verification(path: Path, row: Mapping[str, Any], folder: Path | None 
 
 
 def record_speed(path: Path, row: Mapping[str, Any], folder: Path | None = None) -> bool:
-    """Adds a row of `bench.bench` to the solution's entry; False when it has none to add to."""
+    """Adds a row of "bench" to the solution's entry; False when it has none to add to."""
     entries = read(path)
     entry = entries.get(row["sha256"])
     if entry is None or row["status"] != "ok":

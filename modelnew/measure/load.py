@@ -129,6 +129,12 @@ def lacks_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and said is not None
 
 
+def failure(error: Exception, *, alone: bool) -> Json:
+    """The answer of a child that an error ended; `starved` where others took the memory."""
+    starved = lacks_memory(error) and not alone
+    return {"status": "error", "message": describe(error), "starved": starved}
+
+
 def facts(device: torch.device) -> Json:
     """What a row says about the machine: device name, torch and CUDA versions."""
     on_gpu = device.type == "cuda"

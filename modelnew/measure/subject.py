@@ -170,7 +170,7 @@ class Recorder:
         except Exception as error:
             check_device(self.device)
             lacking, refused = lacks_memory(error), not must_answer and refusal(error)
-            self.starved = self.starved or lacking
+            self.starved |= lacking
             status = "skipped" if lacking or refused else "wrong"
             verdict = Verdict(False, message=("refused: " if refused else "") + describe(error))
         check = {

@@ -15,7 +15,15 @@ from modelnew.measure import checks
 from modelnew.measure.child import Json, Report, describe
 from modelnew.measure.gate import Verdict, degenerate
 from modelnew.measure.jobs import GROUPS
-from modelnew.measure.load import Files, facts, lacks_memory, load_files, own_inputs, resolve
+from modelnew.measure.load import (
+    Files,
+    facts,
+    failure,
+    lacks_memory,
+    load_files,
+    own_inputs,
+    resolve,
+)
 from modelnew.measure.nested import cast, map_tensors, tensors, twin
 from modelnew.measure.subject import (
     Arguments,
@@ -118,8 +126,7 @@ def child(payload: Json, report: Report) -> Json:
         with hold(payload.get("lock"), report, alone=alone):
             return _checked(files, payload, report)
     except Exception as error:
-        starved = lacks_memory(error) and not alone
-        return {"status": "error", "message": describe(error), "starved": starved}
+        return failure(error, alone=alone)
 
 
 def _checked(files: Files, payload: Json, report: Report) -> Json:
@@ -161,7 +168,7 @@ def _run_groups(plan: _Plan, groups: list[str]) -> tuple[str, str]:
         last = recorder.started or "the start"
         return "crashed", f"during {last!r}: {error}"
     except Exception as error:
-        recorder.starved = recorder.starved or lacks_memory(error)
+        recorder.starved |= lacks_memory(error)
         return "error", describe(error)
     wrong = [check for check in recorder.checks if check["status"] == "wrong"]
     if wrong:
