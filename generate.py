@@ -44,6 +44,11 @@ set_option = click.option(
     "--set", "settings", multiple=True, metavar="NAME=VALUE",
     help="Replaces a module constant of the reference, such as batch_size=16.",
 )  # fmt: skip
+algebra_option = click.option(
+    "--algebra", is_flag=True,
+    help="Also rewrites what is the same in real arithmetic, such as a sum of a product as a "
+    "product of sums; the file says so, and its results are reported apart.",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -145,9 +150,10 @@ def main() -> None:
 @click.option("--diff", is_flag=True, help="Writes nothing; shows what would change.")
 @click.option("--dtypes", default="float32,float16,bfloat16", show_default=True)
 @click.option("--target", default="h200", show_default=True, help="GPU to tune launches for.")
+@algebra_option
 def render(
     paths: Sequence[Path], out: Path, settings: Sequence[str], check: bool, diff: bool,
-    dtypes: str, target: str,
+    dtypes: str, target: str, algebra: bool,
 ) -> None:  # fmt: skip
     """Writes a solution file for every reference model."""
     from modelnew import pipeline
@@ -162,7 +168,8 @@ def render(
             failed += _fail(f"{path}: another reference of this call has this name: rename one")
             continue
         taken.add(path.name)
-        made = _attempt(path, partial(pipeline.generate, path, overrides, chosen))
+        make = partial(pipeline.generate, path, overrides, chosen, algebra=algebra)
+        made = _attempt(path, make)
         if made is None:
             failed += 1
             continue
@@ -184,14 +191,15 @@ def render(
 @main.command()
 @paths_argument
 @set_option
-def explain(paths: Sequence[Path], settings: Sequence[str]) -> None:
+@algebra_option
+def explain(paths: Sequence[Path], settings: Sequence[str], algebra: bool) -> None:
     """Shows the plan: a row a region, and what stayed a library call and why."""
     from modelnew import pipeline
     from modelnew.explain import explain as text
 
     overrides, failed = _settings(settings), 0
     for path in _references(paths):
-        made = _attempt(path, partial(pipeline.planned, path, overrides))
+        made = _attempt(path, partial(pipeline.planned, path, overrides, algebra=algebra))
         failed += made is None
         if made is not None:
             click.echo(text(*made))
@@ -408,7 +416,8 @@ def _show(bar: Progress, row: Json, text: str) -> None:
     bar.update(task.id, advance=row["task"] != "disagreement", failed=bad)
     total = f"{task.total:.0f}"
     place = f"{task.completed:{len(total)}.0f}/{total}"
-    text = f"{place} {Path(row['reference']).stem:34} {text}"
+    algebra = "with algebra: " if row.get("algebra") else ""
+    text = f"{place} {Path(row['reference']).stem:34} {algebra}{text}"
     if sys.stdout.isatty() and not bar.disable:
         bar.console.print(text, markup=False, highlight=False, soft_wrap=True)  # above the bar
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import keyword
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from modelnew import ops
@@ -32,69 +32,17 @@ AT_TYPES: Mapping[str, str] = {
 }  # fmt: skip
 
 # Names that the kernel templates use, and C++ words that are legal Python names.
-RESERVED = frozenset(
-    [
-        "T",
-        "kVec",
-        "ops",
-        "begin",
-        "end",
-        "i",
-        "v",
-        "offset",
-        "stream",
-        "dtype",
-        "iter",
-        "guard",
-        "auto",
-        "bool",
-        "case",
-        "catch",
-        "char",
-        "class",
-        "const",
-        "constexpr",
-        "default",
-        "delete",
-        "do",
-        "double",
-        "enum",
-        "explicit",
-        "extern",
-        "float",
-        "friend",
-        "goto",
-        "inline",
-        "int",
-        "long",
-        "mutable",
-        "namespace",
-        "new",
-        "operator",
-        "private",
-        "protected",
-        "public",
-        "register",
-        "short",
-        "signed",
-        "sizeof",
-        "static",
-        "struct",
-        "switch",
-        "template",
-        "this",
-        "throw",
-        "typedef",
-        "typename",
-        "union",
-        "unsigned",
-        "using",
-        "virtual",
-        "void",
-        "volatile",
-        "xor",
-    ]
-)
+RESERVED = frozenset([
+    "T", "kVec", "ops", "begin", "end", "i", "v", "offset", "stream", "dtype", "iter", "guard",
+    "auto", "bool", "case", "catch", "char", "class", "const", "constexpr", "default", "delete",
+    "do", "double", "enum", "explicit", "extern", "float", "friend", "goto", "inline", "int",
+    "long", "mutable", "namespace", "new", "operator", "private", "protected", "public",
+    "register", "short", "signed", "sizeof", "static", "struct", "switch", "template", "this",
+    "throw", "typedef", "typename", "union", "unsigned", "using", "virtual", "void", "volatile",
+    "xor",
+])  # fmt: skip
+# Further ones of those that go by tiles.
+TILED = ("tiles", "extent", "cell", "locate", "load", "load_staged", "stage", "cell_at", "pack_at")
 
 
 @dataclass(frozen=True)
@@ -131,6 +79,13 @@ class Operand:
     dtype: str
     leaves: str = ""
     layout: str = ""
+    staged: bool = False
+    behind: int = 0
+
+    @property
+    def tile_load(self) -> str:
+        """The device function that reads it in a kernel that goes by tiles."""
+        return "load_staged" if self.staged else "load"
 
     @property
     def is_bool(self) -> bool:
@@ -185,6 +140,8 @@ class Kernel:
     statements: tuple[Statement, ...]
     calls: tuple[str, ...]
     layout_lines: tuple[str, ...]
+    format: str = ""
+    like: tuple[str, ...] = ()
 
     @property
     def operands(self) -> tuple[Operand, ...]:
@@ -210,6 +167,40 @@ class Kernel:
         return ", ".join(["ops", str(self.count), "stream", *(s.name for s in self.scalars)])
 
     @property
+    def tiled(self) -> bool:
+        """Whether it also has a kernel that goes by tiles."""
+        return any(o.staged for o in self.inputs)
+
+    @property
+    def run_tiled_arguments(self) -> str:
+        staged = "".join("01"[o.staged] for o in reversed(self.operands))
+        roles = f"Roles{{{len(self.outputs)}, {self.count}, 0b{staged}}}"
+        return ", ".join(["ops", roles, "stream", *(s.name for s in self.scalars)])
+
+    @property
+    def more_like(self) -> tuple[str, ...]:
+        """Tensors that the kernel does not read, for the layout of its results alone."""
+        read = {o.value for o in self.inputs}
+        return tuple(name for name in self.like if name not in read)
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether it does nothing but change the layout of its one operand."""
+        return (
+            bool(self.format)
+            and len(self.inputs) == len(self.statements) == 1
+            and (self.statements[0].expr == self.inputs[0].value)
+        )
+
+    def allocate(self, output: Operand) -> str:
+        """C++ that makes a result."""
+        made_for = f"{output.layout}, {'at::kBool' if output.is_bool else 'dtype'}"
+        device = f"{self.first_input}.device()"
+        if self.format:
+            return f"empty_in(format, {made_for}, {device})"
+        return f"empty_as({made_for}, {device})"
+
+    @property
     def return_type(self) -> str:
         if len(self.outputs) == 1:
             return "at::Tensor"
@@ -218,6 +209,7 @@ class Kernel:
     @property
     def forward_signature(self) -> str:
         tensors = [f"at::Tensor {o.value}" for o in self.inputs]
+        tensors += [f"const at::Tensor& {name}" for name in self.more_like]
         parameters = ", ".join([*tensors, *(f"double {s.name}" for s in self.scalars)])
         return f"{self.return_type} {self.name}_forward({parameters})"
 
@@ -248,8 +240,12 @@ class Kernel:
         return results[0] if len(results) == 1 else f"{{{', '.join(results)}}}"
 
     @property
+    def channel_inputs(self) -> tuple[Operand, ...]:
+        return tuple(o for o in self.inputs if o.behind)
+
+    @property
     def first_input(self) -> str:
-        return self.inputs[0].value
+        return next((o.value for o in self.inputs if not o.behind), self.inputs[0].value)
 
     @property
     def input_list(self) -> str:
@@ -265,7 +261,7 @@ class Kernel:
 
 def kernel(step: Pointwise) -> Kernel:
     """The template context of one Pointwise region."""
-    names = _Names()
+    names = _Names(TILED if step.layout else ())
     live = {s.text: names.fresh(_scalar_name(s.text)) for s in step.scalars}
     values = {access.tensor.name: names.fresh(access.tensor.name) for access in step.reads}
     calls: dict[str, None] = {}
@@ -289,17 +285,44 @@ def kernel(step: Pointwise) -> Kernel:
                  layout=layout_of[tensor.name], output=True)
         for i, tensor in enumerate(step.writes)
     )  # fmt: skip
+    staged = _staged(step)
     inputs = tuple(
-        _operand(len(outputs) + i, access.tensor, values) for i, access in enumerate(step.reads)
+        _operand(
+            len(outputs) + i,
+            access.tensor,
+            values,
+            behind=access.behind,
+            staged=access.tensor.name in staged,
+        )
+        for i, access in enumerate(step.reads)
     )
     scalars = tuple(Scalar(live[s.text], s.text) for s in step.scalars)
+    like = tuple(values.get(t.name) or names.fresh(t.name) for t in step.like)
     return Kernel(
-        step.name, formula(step), outputs, inputs, scalars, tuple(statements), tuple(calls), lines
-    )
+        step.name, formula(step), outputs, inputs, scalars, tuple(statements), tuple(calls), lines,
+        _format(step, like), like,
+    )  # fmt: skip
+
+
+def _format(step: Pointwise, like: Sequence[str]) -> str:
+    """C++ for the memory format that a region is told to write, "" where it is told none."""
+    if step.layout == "channels_last":
+        volume = len(step.writes[0].shape) == 5
+        return f"at::MemoryFormat::ChannelsLast{'3d' if volume else ''}"
+    if like:
+        return f"format_of({{{', '.join(like)}}})"
+    return "at::MemoryFormat::Contiguous" if step.layout else ""
 
 
 def _layouts(step: Pointwise, values: Mapping[str, str]) -> tuple[tuple[str, ...], dict[str, str]]:
-    """C++ lines that retrace how the reference lays out its steps, and each value's layout."""
+    """C++ lines that retrace how the reference lays out its steps, and each value's layout.
+
+    Where the region is told its layout, only the shape matters, and the inputs decide it.
+    """
+    if step.layout:
+        shaped = {t.name: _inputs_of(step, t.name) for t in step.writes}
+        texts = {name: ", ".join(values[t.name] for t in used) for name, used in shaped.items()}
+        return (), {name: f"{{{text}}}" for name, text in texts.items()}
     carried = {access.tensor.name: values[access.tensor.name] for access in step.reads}
     inputs = set(carried)
     lines = []
@@ -321,8 +344,8 @@ def _layouts(step: Pointwise, values: Mapping[str, str]) -> tuple[tuple[str, ...
 class _Names:
     """Hands out C identifiers that are all different."""
 
-    def __init__(self) -> None:
-        self.taken = set(RESERVED)
+    def __init__(self, more: Iterable[str] = ()) -> None:
+        self.taken = {*RESERVED, *more}
 
     def fresh(self, name: str) -> str:
         while name in self.taken or keyword.iskeyword(name):
@@ -338,14 +361,33 @@ def _scalar_name(text: str) -> str:
 
 def _operand(
     index: int, tensor: Tensor, values: Mapping[str, str], leaves: str = "", layout: str = "",
-    output: bool = False,
+    output: bool = False, staged: bool = False, behind: int = 0,
 ) -> Operand:  # fmt: skip
     ctype = "T" if tensor.dtype in ops.FLOATS else C_TYPES[tensor.dtype]
-    return Operand(index, values[tensor.name], ctype, output, tensor.dtype, leaves, layout)
+    return Operand(
+        index, values[tensor.name], ctype, output, tensor.dtype, leaves, layout, staged, behind
+    )
+
+
+def _staged(step: Pointwise) -> tuple[str, ...]:
+    """The inputs that the kernel which goes by tiles may stage, those as large as the results.
+
+    Their packs have 16 bytes at most. Shared memory holds six tiles of a half type, so code for
+    more would only cost registers.
+    """
+    whole = [a.tensor for a in step.reads if a.tensor.shape == step.writes[0].shape]
+    moved = [t.name for t in whole if t.dtype in ops.FLOATS or t.dtype == "bool"]
+    return tuple(moved[:6]) if step.layout else ()
 
 
 def _leaves_of(step: Pointwise, result: str, values: Mapping[str, str]) -> str:
     """The floating inputs that one result depends on: they decide its dtype."""
+    used = _inputs_of(step, result)
+    return ", ".join(values[tensor.name] for tensor in used if tensor.dtype in ops.FLOATS)
+
+
+def _inputs_of(step: Pointwise, result: str) -> list[Tensor]:
+    """The inputs that one result depends on."""
     nodes = {node.result: node for node in step.body.statements}
     needed, stack = set(), [result]
     while stack:
@@ -353,8 +395,7 @@ def _leaves_of(step: Pointwise, result: str, values: Mapping[str, str]) -> str:
         if name not in needed:
             needed.add(name)
             stack += nodes[name].reads if name in nodes else ()
-    used = [a.tensor for a in step.reads if a.tensor.name in needed]
-    return ", ".join(values[tensor.name] for tensor in used if tensor.dtype in ops.FLOATS)
+    return [access.tensor for access in step.reads if access.tensor.name in needed]
 
 
 def _c_text(value: Arg, values: Mapping[str, str], live: Mapping[str, str]) -> str:
@@ -362,7 +403,7 @@ def _c_text(value: Arg, values: Mapping[str, str], live: Mapping[str, str]) -> s
         case Ref():
             return values[value.name]
         case Live():
-            return live[value.text]
+            return live.get(value.text, "")  # none where the expression does not name it
         case bool():
             return "true" if value else "false"
         case int() | float():
@@ -374,23 +415,28 @@ def _c_text(value: Arg, values: Mapping[str, str], live: Mapping[str, str]) -> s
 
 
 def forward_lines(plan: Plan, kernels: Sequence[Kernel]) -> list[str]:
-    """The body of ModelNew.forward: one line a step."""
+    """The body of forward in the plan's mode: one line a step."""
     bindings = dict(plan.graph.bindings)
-    stream = iter(kernels)
+    by_name = {kernel.name: kernel for kernel in kernels}
     fronts: Fronts = {}
     lines = []
     for step in plan.steps:
         match step:
             case Pointwise():
-                lines.append(_kernel_call(step, next(stream), bindings))
+                lines.append(_kernel_call(step, by_name[step.name], bindings))
             case Library():
                 lines.append(call_line(step.node, plan.graph, fronts))
+    for text, ref in plan.graph.assigned:
+        lines.append(f"{text} = {_result_text(ref, bindings)}")
     return [*lines, f"return {_result_text(plan.graph.output, bindings)}"]
 
 
 def _kernel_call(step: Pointwise, k: Kernel, bindings: Mapping[str, str]) -> str:
-    tensors = [bindings.get(a.tensor.name, a.tensor.name) for a in step.reads]
-    args = ", ".join([f"_cuda.{k.name}_forward", *tensors, *(s.text for s in k.scalars)])
+    read = [access.tensor.name for access in step.reads]
+    more = [tensor.name for tensor in step.like if tensor.name not in read]
+    tensors = [bindings.get(name, name) for name in (*read, *more)]
+    numbers = [scalar.text for scalar in step.scalars]
+    args = ", ".join([f"_cuda.{k.name}_forward", *tensors, *numbers])
     return f"{', '.join(step.body.results)} = _run({args})"
 
 
@@ -406,4 +452,6 @@ def _result_text(output: Ref | Output | None, bindings: Mapping[str, str]) -> st
             return "{" + ", ".join(f"{key!r}: {item}" for key, item in pairs) + "}"
         case "list":
             return "[" + ", ".join(items) + "]"
+        case kind if kind != "tuple":
+            return f"{kind}(({', '.join(items)},))"
     return "(" + ", ".join(items) + ("," if len(items) == 1 else "") + ")"

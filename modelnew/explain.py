@@ -14,41 +14,71 @@ def explain(ref: Reference, plan: Plan) -> str:
 
 
 def page(plan: Plan) -> str:
-    """A plan: its steps, what each kernel computes, what was held fixed."""
+    """A plan: its steps, what each kernel computes, what was held fixed, in both modes."""
+    lines = [f"  algebra: {line}" for line in plan.graph.algebra]
+    lines += [""] if lines else []
+    if not plan.kernels:
+        lines += ["  no kernel was generated: every step is a call of PyTorch's own operators", ""]
+    for made in plan.modes:
+        lines += [f"  {render.mode_text(made)}", ""] if plan.other else []
+        lines += [*_steps(made), "", *_held(made), ""]
+    return "\n".join(line.rstrip() for line in lines[:-1]) + "\n"
+
+
+def _steps(plan: Plan) -> list[str]:
+    """The table of the steps, each kernel's maths, and why each library call is one."""
     lines = [*render.rows(plan)]
+    calls: dict[tuple[str, str], list[str]] = {}
+    uses: dict[str, list[Pointwise]] = {}
     for step in plan.steps:
         match step:
             case Pointwise():
-                lines += ["", *_kernel(step)]
+                uses.setdefault(step.name, []).append(step)
             case Library():
-                where = f" ({step.node.source.text})" if step.node.source else ""
-                lines += ["", f"  PyTorch {step.node.op}: {step.why}{where}"]
-    lines += ["", *_held(plan)]
-    return "\n".join(line.rstrip() for line in lines) + "\n"
+                where = step.node.source.text if step.node.source else ""
+                calls.setdefault((step.node.op, step.why), []).append(where)
+    for steps in uses.values():
+        lines += ["", *_kernel(steps[0], len(steps))]
+    for (op, why), places in calls.items():
+        lines += ["", f"  PyTorch {op}: {why}"]
+        lines += [
+            f"    {n} x {where}" if n > 1 else f"    {where}" for where, n in _counted(places)
+        ]
+    return lines
 
 
-def _kernel(step: Pointwise) -> list[str]:
+def _counted(places: list[str]) -> list[tuple[str, int]]:
+    """Each line of the reference with how often it makes the call."""
+    return [(where, places.count(where)) for where in dict.fromkeys(places) if where]
+
+
+def _kernel(step: Pointwise, count: int) -> list[str]:
+    """What a kernel computes, for the first of the steps that it does."""
     launch = tune.pointwise(step, tune.TARGETS["h200"])
     reads = ", ".join(f"{a.tensor.name} {a.tensor.dtype}{list(a.tensor.shape)}" for a in step.reads)
-    return [
-        f"  kernel {step.name}",
+    lines = [
+        f"  kernel {step.name}" + (f", {count} times; the first:" if count > 1 else ""),
         *(f"    {line}" for line in formula(step)),
         f"    reads {reads}",
         f"    one pack of {launch.vec_bytes} bytes a thread, {launch.threads} threads a block; "
         "single elements where a layout forbids packs",
     ]
+    if step.layout:
+        lines.append(
+            f"    writes {step.layout}; what lies otherwise is read by tiles through shared memory"
+        )
+    return lines
 
 
 def _held(plan: Plan) -> list[str]:
     """What the file checks at run time because the graph depends on it."""
     graph = plan.graph
-    live = sorted({s.text for step in plan.kernels for s in step.scalars})
+    kernels = (step for step in plan.steps if isinstance(step, Pointwise))
+    live = sorted({s.text for step in kernels for s in step.scalars})
     lines = [f"  live: {', '.join(live)}"] if live else []
     for label, guards in (("constructor", graph.arguments), ("forward", graph.pins)):
         if guards:
             lines.append(f"  fixed in {label}: {', '.join(map(_guard, guards))}")
-    if graph.training is not None:
-        lines.append(f"  fixed in forward: self.training = {graph.training}")
     return lines
 
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from modelnew.ir import ModelNewError
+
+# What --algebra rewrote is a line each in a solution's header: how it begins, and how it ends
+# where infinities, which are no real numbers, may give another result.
+ALGEBRA, REAL = "Algebra:", "in real arithmetic"
 
 
 def replace_file(path: Path, content: str | bytes) -> Path:
@@ -32,6 +37,13 @@ def replace_file(path: Path, content: str | bytes) -> Path:
 def sha256(path: Path) -> str:
     """The hex digest of the file's bytes."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def algebra_lines(path: Path) -> list[str]:
+    """The lines of a solution's header that say what of it was rewritten by algebra."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    header = itertools.takewhile(lambda line: line.startswith("#"), lines)
+    return [line for line in header if line.startswith(f"# {ALGEBRA}")]
 
 
 def reference_files(paths: Sequence[Path]) -> list[Path]:

@@ -72,7 +72,8 @@ def _formula_of(name: str, nodes: Mapping[str, Node], stop: set[str], depth: int
     if infix:
         texts = {n: text(value) for n, value in op.values(node).items() if value is not None}
         return re.sub(r"\b[a-z]\b", lambda match: texts[match[0]], op.formula or "")
-    shown = [a.value for a in node.args if not a.default and a.value is not None]
+    used = ops.used_values(node) if op.channel else [a.value for a in node.args if not a.default]
+    shown = [value for value in used if value is not None]
     return f"{op.name}({', '.join(map(text, shown))})"
 
 

@@ -7,10 +7,11 @@ from the reference's is a fault of the plan, not of an expression.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._prims_common import suggest_memory_format
 
 from modelnew.ir import Arg, Library, Literal, Live, Node, Output, Plan, Pointwise, Ref
 
@@ -20,6 +21,8 @@ def interpret(plan: Plan, model: torch.nn.Module, inputs: Mapping[str, Any]) -> 
 
     Each text of the plan (`self.linear.weight`, `x.shape[0]`) is read from `model` and `inputs`.
     """
+    if plan.other is not None and plan.graph.training != model.training:
+        plan = plan.other
     scope = {"self": model, "torch": torch, **inputs}
     values = {name: _read(text, scope) for name, text in plan.graph.bindings.items()}
     for step in plan.steps:
@@ -28,9 +31,13 @@ def interpret(plan: Plan, model: torch.nn.Module, inputs: Mapping[str, Any]) -> 
                 inside = {a.tensor.name: values[a.tensor.name] for a in step.reads}
                 for node in step.body.statements:
                     inside[node.result] = _call(node, inside, scope)
-                values.update((name, inside[name]) for name in step.body.results)
+                like = [values[tensor.name] for tensor in step.like]
+                for name in step.body.results:
+                    values[name] = _laid(inside[name], step.layout, like)
             case Library():
                 values[step.node.result] = _call(step.node, values, scope)
+    for text, ref in plan.graph.assigned:
+        exec(f"{text} = value", {**scope, "value": values[ref.name]})
     return _output(plan.graph.output, values)
 
 
@@ -42,12 +49,39 @@ def _call(node: Node, values: Mapping[str, Any], scope: Mapping[str, Any]) -> An
     if node.op == "python.getitem.int":
         base, index = (_value(argument.value, values, scope) for argument in node.args)
         return operator.getitem(base, index)
+    if node.op.startswith("modelnew."):
+        return _own(node.packet, *(_value(argument.value, values, scope) for argument in node.args))
     given = [argument for argument in node.args if not argument.default or not argument.keyword]
     args = [_value(a.value, values, scope) for a in given if not a.keyword]
     kwargs = {a.name: _value(a.value, values, scope) for a in given if a.keyword}
     namespace, packet, overload = node.op.split(".")
     call = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+    for index, spec in enumerate(call._schema.arguments[: len(args)]):
+        if str(spec.type) == "Tensor" and not isinstance(args[index], torch.Tensor):
+            args[index] = torch.tensor(args[index])  # a constant, which a kernel takes as a number
     return call(*args, **kwargs)
+
+
+def _own(packet: str, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+    """An operator that ATen does not have."""
+    match packet:
+        case "channel_bias":
+            return x + others[0].view(-1, *[1] * (x.dim() - 2))
+        case "as_channels_last" | "as_contiguous":
+            return x
+    raise AssertionError(f"no operator {packet}")
+
+
+def _laid(x: torch.Tensor, layout: str, like: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A result in the layout that the kernel is told to write."""
+    if layout == "channels_last":
+        last = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
+        return x.contiguous(memory_format=last)
+    if layout == "contiguous":
+        formats = (suggest_memory_format(tensor) for tensor in like)
+        others = (f for f in formats if f != torch.contiguous_format)
+        return x.contiguous(memory_format=next(others, torch.contiguous_format))
+    return x
 
 
 def _value(value: Arg, values: Mapping[str, Any], scope: Mapping[str, Any]) -> Any:
@@ -72,4 +106,6 @@ def _output(output: Ref | Output | None, values: Mapping[str, Any]) -> Any:
             return dict(zip(output.keys, items, strict=True))
         case "tuple":
             return tuple(items)
-    return items
+        case "list":
+            return items
+    return _read(output.kind, {"torch": torch})(tuple(items))

@@ -6,7 +6,7 @@ A failure here is a bug of modelnew, so it is an AssertionError and not a messag
 from __future__ import annotations
 
 from modelnew import ops
-from modelnew.ir import Graph, Library, Plan, Pointwise, refs_in, step_reads, step_writes
+from modelnew.ir import Graph, Library, Plan, Pointwise, step_reads, step_writes
 
 
 def check_graph(graph: Graph) -> None:
@@ -23,14 +23,19 @@ def check_graph(graph: Graph) -> None:
             all(tensor.name in graph.tensors for tensor in node.outputs),
             f"{node.result} has an output without a type",
         )
-    _require(set(refs_in(graph.output)) <= defined, "the result is not defined")
+    _require(set(graph.results) <= defined, "the result is not defined")
+    if graph.other is not None:
+        check_graph(graph.other)
 
 
 def check_plan(plan: Plan) -> None:
     """The steps run in order, each kernel is well formed, and what is returned is made."""
     defined = set(plan.graph.bindings)
-    kernels = [step.name for step in plan.kernels]
-    _require(len(set(kernels)) == len(kernels), "two kernels have one name")
+    forms: dict[str, object] = {}
+    for kernel in (step for step in plan.steps if isinstance(step, Pointwise)):
+        ops_of = [node.op for node in kernel.body.statements]
+        form = (ops_of, len(kernel.reads), len(kernel.scalars))
+        _require(forms.setdefault(kernel.name, form) == form, "two kernels have one name")
     for step in plan.steps:
         missing = [name for name in step_reads(step) if name not in defined]
         _require(not missing, f"a step reads {missing} before they are made")
@@ -39,7 +44,9 @@ def check_plan(plan: Plan) -> None:
         if isinstance(step, Library):
             defined.add(step.node.result)
         defined.update(step_writes(step))
-    _require(set(refs_in(plan.graph.output)) <= defined, "the result is never made")
+    _require(set(plan.graph.results) <= defined, "the result is never made")
+    if plan.other is not None:
+        check_plan(plan.other)
 
 
 def _check_pointwise(step: Pointwise) -> None:

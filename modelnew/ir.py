@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 
@@ -126,7 +126,8 @@ def refs_in(arg: object) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Output:
-    """A container in the reference's return value: kind is "tuple", "list" or "dict"."""
+    """A container in the reference's return value: kind is "tuple", "list", "dict" or the text of a
+    named one of PyTorch's, "torch.return_types.sort"."""
 
     kind: str
     items: tuple[Ref | Output | None, ...]
@@ -151,8 +152,10 @@ class Graph:
     """The traced reference.
 
     `bindings` gives, for every input, parameter, buffer and constant, the Python text that reads
-    it. `pins` are the sizes that the graph depends on, `arguments` the constructor arguments.
-    `training` is the mode it was traced in where the other mode has another graph, else None.
+    it, `numbers` the values of constants without dimensions. `assigned` are the tensors that
+    forward leaves in attributes, by the text of the attribute. `pins` are the sizes that the graph
+    depends on, `arguments` the constructor arguments. `training` is the mode it was traced in where
+    the other mode has another graph, which is `other` then. `algebra` says what was rewritten.
     """
 
     tensors: Mapping[str, Tensor]
@@ -163,13 +166,28 @@ class Graph:
     pins: tuple[Guard, ...] = ()
     arguments: tuple[Guard, ...] = ()
     training: bool | None = None
+    other: Graph | None = None
+    frozen: tuple[str, ...] = ()
+    numbers: Mapping[str, Arg] = field(default_factory=dict)
+    assigned: tuple[tuple[str, Ref], ...] = ()
+    algebra: tuple[str, ...] = ()
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """The names of all that a call returns or leaves behind."""
+        left = (ref for _, ref in self.assigned)
+        return tuple(dict.fromkeys([*refs_in(self.output), *(ref.name for ref in left)]))
 
 
 @dataclass(frozen=True)
 class Access:
-    """A read of a tensor by a region, in the region's iteration space (broadcast by shape)."""
+    """A read of a tensor by a region, in the region's iteration space (broadcast by shape).
+
+    `behind` dimensions of size 1 follow the tensor's own: two for one value a channel of an image.
+    """
 
     tensor: Tensor
+    behind: int = 0
 
 
 @dataclass(frozen=True)
@@ -182,13 +200,20 @@ class Body:
 
 @dataclass(frozen=True)
 class Pointwise:
-    """One kernel: every result element is the Body over the elements at the same index."""
+    """One kernel: every result element is the Body over the elements at the same index.
+
+    Results are laid out as the reference's own operators would, from the operands' strides, unless
+    `layout` names one: "channels_last", or "contiguous", which is channels_last all the same where
+    one of the tensors `like` is.
+    """
 
     name: str
     reads: tuple[Access, ...]
     scalars: tuple[Live, ...]
     body: Body
     writes: tuple[Tensor, ...]
+    layout: str = ""
+    like: tuple[Tensor, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -209,12 +234,21 @@ Step: TypeAlias = Pointwise | Library
 
 @dataclass(frozen=True)
 class Plan:
+    """Steps in running order; `other` is the plan of the other mode where that differs."""
+
     graph: Graph
     steps: tuple[Step, ...]
+    other: Plan | None = None
+
+    @property
+    def modes(self) -> tuple[Plan, ...]:
+        return (self,) if self.other is None else (self, self.other)
 
     @property
     def kernels(self) -> tuple[Pointwise, ...]:
-        return tuple(step for step in self.steps if isinstance(step, Pointwise))
+        """The kernels of both modes, one that both have once."""
+        steps = (step for plan in self.modes for step in plan.steps)
+        return tuple({s.name: s for s in steps if isinstance(s, Pointwise)}.values())
 
     @property
     def bytes(self) -> int:

@@ -12,9 +12,10 @@ from types import BuiltinFunctionType, MethodDescriptorType
 from typing import Any, TypeAlias
 
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from modelnew.ir import Arg, Argument, Graph, Literal, Live, Node, Ref, Tensor
+from modelnew.ir import Arg, Graph, Literal, Live, Node, Ref, Tensor
+from modelnew.record import run_or_shape
 
 # By operator and the kinds of its arguments: the front part of the call, `torch.cat` or `.view`.
 Fronts: TypeAlias = dict[tuple[Any, ...], str]
@@ -115,23 +116,43 @@ def _reaches(function: Callable[..., Any], node: Node, tensors: Mapping[str, Ten
         keywords = {name: _value(value, values) for name, value in by_name.items()}
         return function(*(_value(value, values) for value in args), **keywords)
 
+    seen = _Seen()
     try:
-        traced = make_fx(call, pre_dispatch=True)(*stand_ins).graph
+        with torch.inference_mode(), seen:
+            call(*stand_ins)
     except Exception:
         return False
-    calls = [n for n in traced.nodes if n.op == "call_function" and "getitem" not in str(n.target)]
-    if [str(n.target) for n in calls] != [node.op]:
+    if [str(func) for func, _, _ in seen.calls] != [node.op]:
         return False
-    inputs = [n for n in traced.nodes if n.op == "placeholder"]
-    values = dict(zip(names, inputs, strict=True))
-    return all(_arrives(a, i, calls[0], values) for i, a in enumerate(node.args))
+    ((func, given, keywords),) = seen.calls
+    values = dict(zip(names, stand_ins, strict=True))
+    for index, (argument, spec) in enumerate(zip(node.args, func._schema.arguments, strict=True)):
+        default = keywords.get(spec.name, spec.default_value)
+        arrived = given[index] if index < len(given) else default
+        if not _same(arrived, _value(argument.value, values)):
+            return False
+    return True
 
 
-def _arrives(argument: Argument, index: int, call: Any, values: Mapping[str, Any]) -> bool:
-    """Whether the traced call has the argument's value in the argument's place."""
-    default = call.target._schema.arguments[index].default_value
-    given = call.args[index] if index < len(call.args) else call.kwargs.get(argument.name, default)
-    expected = _value(argument.value, values)
+class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the calls that arrive at PyTorch's dispatcher; see record.py."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[tuple[Any, Any, Mapping[str, Any]]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.calls.append((func, args, kwargs or {}))
+        return run_or_shape(func, args, kwargs or {})
+
+
+def _same(given: Any, expected: Any) -> bool:
+    if isinstance(given, torch.Tensor) or isinstance(expected, torch.Tensor):
+        return given is expected
+    if isinstance(given, list | tuple) and isinstance(expected, list | tuple):
+        return len(given) == len(expected) and all(map(_same, given, expected))
     return bool(given == expected) or (expected is None and given is False)
 
 
@@ -144,6 +165,8 @@ def _value(value: Arg, tensors: Mapping[str, Any]) -> Any:
             return value.value
         case Literal():
             is_device = value.text.endswith(".device") or value.text.startswith("torch.device(")
+            if ".dtype" in value.text:  # of a tensor, read at the call: any will do here
+                return torch.float32
             return torch.device("meta") if is_device else eval(value.text, {"torch": torch})
         case tuple():
             return [_value(item, tensors) for item in value]

@@ -12,9 +12,16 @@ from __future__ import annotations
 
 import math
 import operator
+import struct
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+import torch
+
+_TORCH = str(Path(torch.__file__).parent)
 
 
 @dataclass
@@ -37,6 +44,13 @@ class LiveTable:
         shift = (self.count * 1.0e-6 + 1.234567e-7) / math.pi
         value = original * (1.0 - shift) if original else shift * 1.0e-3
         return self.make(value, original, text, frozenset([text]))
+
+    def read_as(self, number: Any, dtype: str) -> str | None:
+        """The expression that made `number`, which was read from a tensor of `dtype`."""
+        if dtype == "float32":
+            rounded = {struct.unpack("f", struct.pack("f", v))[0]: t for v, t in self.texts.items()}
+            return rounded.get(number)
+        return self.texts.get(number) if dtype == "float64" else None
 
     def make(self, value: float, original: float, text: str, roots: frozenset[str]) -> LiveFloat:
         live = LiveFloat(value)
@@ -76,10 +90,19 @@ def _comparison(symbol: str, apply: Callable[[Any, Any], Any]) -> Any:
             return NotImplemented
         _, original, text, _ = _parts(other)
         held = bool(apply(self.original, original))
-        self.table.conditions[f"({self.text} {symbol} {text})"] = held
+        if isinstance(other, LiveFloat) or not _asked_by_torch():
+            self.table.conditions[f"({self.text} {symbol} {text})"] = held
         return held
 
     return method
+
+
+def _asked_by_torch() -> bool:
+    """Whether torch's own Python code compares, as in `if p < 0.0 or p > 1.0: raise`.
+
+    With a plain number that is such a check of an argument, which the operator makes once more.
+    """
+    return sys._getframe(2).f_code.co_filename.startswith(_TORCH)
 
 
 def _unary(pattern: str, apply: Callable[[Any], Any]) -> Any:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from modelnew import invariants
+from modelnew.algebra import rewrite
 from modelnew.ir import Plan
 from modelnew.plan import plan
 from modelnew.reference import Reference, load
+from modelnew.rehearse import rehearse
 from modelnew.render import Options, render
 from modelnew.trace import trace
 
@@ -23,17 +25,27 @@ class Generated:
     text: str
 
 
-def generate(path: Path, overrides: Mapping[str, str], options: Options) -> Generated:
+def generate(
+    path: Path, overrides: Mapping[str, str], options: Options, *, algebra: bool = False
+) -> Generated:
     """Runs every stage on one file. Raises ModelNewError with what to do when one cannot."""
-    reference, made = planned(path, overrides)
-    return Generated(reference, made, render(reference, made, options))
+    reference, made = planned(path, overrides, algebra=algebra)
+    text = render(reference, made, options)
+    rehearse(reference, text)
+    return Generated(reference, made, text)
 
 
-def planned(path: Path, overrides: Mapping[str, str]) -> tuple[Reference, Plan]:
-    """The stages up to the plan, each followed by its invariants."""
+def planned(
+    path: Path, overrides: Mapping[str, str], *, algebra: bool = False
+) -> tuple[Reference, Plan]:
+    """The stages up to the plan, each followed by its invariants; with `algebra` rewritten."""
     reference = load(path, overrides)
     graph = trace(reference)
     invariants.check_graph(graph)
+    if algebra:
+        graph, lines = rewrite(graph)
+        graph = replace(graph, algebra=lines)
+        invariants.check_graph(graph)
     made = plan(graph)
     invariants.check_plan(made)
     return reference, made

@@ -9,11 +9,15 @@ written and read back, unless it is a root anyway.
 
 from __future__ import annotations
 
+import heapq
 import itertools
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from modelnew import ops
+from modelnew.canonical import canonical, with_bias_apart
 from modelnew.ir import (
     Access,
     Arg,
@@ -22,143 +26,69 @@ from modelnew.ir import (
     Library,
     Live,
     Node,
-    Output,
     Plan,
     Pointwise,
     Ref,
     Step,
-    refs_in,
     step_reads,
     step_writes,
 )
+from modelnew.layout import Layouts, choose
 
 # A kernel's operands travel as kernel parameters, of which every GPU gives at least 4 KB: 8
 # dimensions of 8 bytes, a pointer and an element size are 76 bytes an operand.
 MAX_OPERANDS = 48
 
-# Calls that return their operand, or a copy nobody can tell from it unless one is written to.
-ALIASES = ("detach", "detach_", "alias", "lift_fresh_copy")
-
-# Library calls whose result is memory of its own, whatever the arguments: no schema says so of
-# a composite operator, and einsum, dropout or type_as may well return their operand.
-FRESH = (
-    "linear", "mm", "bmm", "addmm", "baddbmm", "mv", "dot", "batch_norm", "layer_norm",
-    "group_norm", "instance_norm", "conv1d", "conv2d", "conv3d", "conv_transpose1d",
-    "conv_transpose2d", "conv_transpose3d", "max_pool2d", "max_pool3d", "avg_pool2d", "avg_pool3d",
-    "adaptive_avg_pool2d", "adaptive_avg_pool3d", "sum", "mean", "amax", "amin", "softmax",
-    "log_softmax", "cumsum", "cumprod", "embedding",
-)  # fmt: skip
-
-# Library calls that also write to buffers, in training, which their schema does not say.
-STATEFUL = ("batch_norm", "instance_norm")
-
 
 def plan(graph: Graph) -> Plan:
-    """The plan of `graph`: its pointwise nodes in regions, every other node a library call."""
-    graph = _without_dead(_functional(_without_aliases(graph)))
-    reasons = {node.result: ops.why_not(node, graph) for node in graph.nodes}
-    regions = _Grouping(graph, reasons).regions()
-    steps: list[Step] = [_pointwise(graph, region) for region in regions]
+    """The plan of `graph`: its pointwise nodes in regions, every other node a library call.
+
+    The plan of the other mode's graph is beside it; steps that one kernel can do have its name.
+    """
+    names: dict[Any, str] = {}
+    made = _plan(graph)
+    made = replace(made, steps=_named(made.steps, names))
+    if graph.other is None:
+        return made
+    other = _plan(graph.other)
+    return replace(made, other=replace(other, steps=_named(other.steps, names)))
+
+
+def _plan(graph: Graph) -> Plan:
+    graph = canonical(graph)
+    layouts = choose(graph, _reasons(graph))
+    graph = with_bias_apart(layouts.graph)
+    reasons = _reasons(graph)
+    regions = _Grouping(graph, reasons, layouts.formats).regions()
+    steps: list[Step] = [_pointwise(graph, region, layouts) for region in regions]
     for node in graph.nodes:
         if (why := reasons[node.result]) is not None:
             steps.append(Library(node, why))
-    return Plan(graph, _named(_ordered(graph, steps)))
+    return Plan(graph, tuple(_ordered(graph, steps)))
 
 
-# --- names ----------------------------------------------------------------------------------
-
-
-def _renamed(arg: Arg, names: dict[str, str]) -> Arg:
-    match arg:
-        case Ref():
-            return Ref(names.get(arg.name, arg.name))
-        case tuple():
-            return tuple(_renamed(item, names) for item in arg)
-    return arg
-
-
-def _rename_node(node: Node, names: dict[str, str]) -> Node:
-    args = tuple(replace(a, value=_renamed(a.value, names)) for a in node.args)
-    mutates = tuple(names.get(name, name) for name in node.mutates)
-    views = tuple(names.get(name, name) for name in node.views)
-    return replace(node, args=args, mutates=mutates, views=views)
-
-
-def _rename_output(output: Ref | Output, names: dict[str, str]) -> Ref | Output:
-    if isinstance(output, Ref):
-        return Ref(names.get(output.name, output.name))
-    items = tuple(None if i is None else _rename_output(i, names) for i in output.items)
-    return replace(output, items=items)
-
-
-def _without_aliases(graph: Graph) -> Graph:
-    written = {name for node in graph.nodes for name in node.mutates}
-    names: dict[str, str] = {}
-    nodes = []
+def _reasons(graph: Graph) -> dict[str, str | None]:
+    """Why each node is a library call, None for those of kernels."""
+    reasons = {node.result: ops.why_not(node, graph) for node in graph.nodes}
+    places = _places(graph, reasons)
     for node in graph.nodes:
-        node = _rename_node(node, names)
-        copies = node.packet == "lift_fresh_copy" and node.result in written
-        if node.packet in ALIASES and not copies:
-            names[node.result] = next(iter(node.reads))
-        else:
-            nodes.append(node)
-    return replace(graph, nodes=tuple(nodes), output=_rename_output(graph.output, names))
+        if reasons[node.result] is None and any(
+            len(places[name]) > 1 for name in ops.channel_operands(node)
+        ):
+            reasons[node.result] = "an operand that is read along other dimensions too"
+    return reasons
 
 
-def _functional(graph: Graph) -> Graph:
-    """In-place calls on a value that nothing else can see, as calls that make a new value.
-
-    That is the result of a call known to return memory of its own, used by such calls alone. Any
-    other in-place call stays as it is, and nothing is moved across it.
-    """
-    owned = {node.result for node in graph.nodes if _keeps_apart(node) and not node.mutates}
-    shared = {name for node in graph.nodes if not _keeps_apart(node) for name in node.reads}
-    names: dict[str, str] = {}
-    nodes = []
+def _places(graph: Graph, reasons: Mapping[str, str | None]) -> dict[str, set[int]]:
+    """By tensor, the dimensions that stand behind its own when a kernel reads it."""
+    places: dict[str, set[int]] = {}
     for node in graph.nodes:
-        written = node.mutates
-        node = _rename_node(node, names)
-        if len(written) == 1 and node.packet.endswith("_"):
-            root = written[0]
-            private = root in owned and root not in shared and node.result not in shared
-            if private and _keeps_type(graph, root, node):
-                target = names.get(root, root)
-                names = {old: node.result if new == target else new for old, new in names.items()}
-                names[root] = node.result
-                owned.add(node.result)
-                op = node.op.replace(f".{node.packet}.", f".{node.packet[:-1]}.")
-                node = replace(node, op=op, mutates=())
-            else:
-                names[node.result] = node.mutates[0]
-        nodes.append(node)
-    return replace(graph, nodes=tuple(nodes), output=_rename_output(graph.output, names))
-
-
-def _keeps_apart(node: Node) -> bool:
-    """Whether the result cannot share memory with an operand, but for one written in place."""
-    return not node.views and (ops.find(node) is not None or node.packet in FRESH)
-
-
-def _keeps_type(graph: Graph, target: str, node: Node) -> bool:
-    """Whether the functional call gives the target's own type: in-place never promotes."""
-    op, dtype = ops.find(node), graph.tensors[target].dtype
-    operands = [graph.tensors[name] for name in node.reads if name in graph.tensors]
-    if op is None or (op.result == "bool") != (dtype == "bool"):
-        return False
-    return all(tensor.dtype in (dtype, "bool") for tensor in operands)
-
-
-def _without_dead(graph: Graph) -> Graph:
-    """Drops the calls whose value nothing needs and that have no effect."""
-    needed = set(refs_in(graph.output))
-    kept: list[Node] = []
-    for node in reversed(graph.nodes):
-        made = {node.result, *(tensor.name for tensor in node.outputs)}
-        effect = node.mutates or node.random or node.packet in STATEFUL
-        if effect or made & needed:
-            kept.append(node)
-            needed.update(node.reads)
-    return replace(graph, nodes=tuple(reversed(kept)))
+        if reasons[node.result] is None:
+            channel = ops.channel_operands(node)
+            behind = len(graph.tensors[node.result].shape) - 2
+            for name in node.reads:
+                places.setdefault(name, set()).add(behind if name in channel else 0)
+    return places
 
 
 # --- grouping -------------------------------------------------------------------------------
@@ -176,11 +106,15 @@ class _Region:
 class _Grouping:
     """Finds the regions of one graph."""
 
-    def __init__(self, graph: Graph, reasons: dict[str, str | None]) -> None:
+    def __init__(
+        self, graph: Graph, reasons: Mapping[str, str | None], formats: Mapping[str, str]
+    ) -> None:
         self.graph = graph
+        self.formats = formats
         self.nodes = {node.result: node for node in graph.nodes}
         self.order = {node.result: index for index, node in enumerate(graph.nodes)}
         self.fusable = {name for name, reason in reasons.items() if reason is None}
+        self.results = set(graph.results)
         self.epoch = self._epochs()
         self.users = self._users()
         self.after = _random_order(graph)
@@ -222,10 +156,12 @@ class _Grouping:
         return users
 
     def _is_root(self, node: Node) -> bool:
-        if node.result in set(refs_in(self.graph.output)):
+        if node.result in self.results:
             return True
         return any(
-            user not in self.fusable or self.epoch[user] != self.epoch[node.result]
+            user not in self.fusable
+            or self.epoch[user] != self.epoch[node.result]
+            or node.result in ops.channel_operands(self.nodes[user])
             for user in self.users[node.result]
         )
 
@@ -281,7 +217,10 @@ class _Grouping:
         """Whether one kernel can compute both: same space, something in common, no cycle."""
         first, root = region.roots[0], cone.roots[0]
         shapes = [self.graph.tensors[name].shape for name in (first, root)]
-        if shapes[0] != shapes[1] or self.epoch[first] != self.epoch[root]:
+        formats = [self.formats.get(name) for name in (first, root)]
+        if shapes[0] != shapes[1] or formats[0] != formats[1]:
+            return False
+        if self.epoch[first] != self.epoch[root]:
             return False
         shared = set(cone.leaves) & (set(region.leaves) | set(region.roots))
         operands = set(region.leaves) | set(cone.leaves) | set(region.roots) | {root}
@@ -315,33 +254,71 @@ class _Grouping:
 # --- steps ----------------------------------------------------------------------------------
 
 
-def _pointwise(graph: Graph, region: _Region) -> Pointwise:
+def _pointwise(graph: Graph, region: _Region, layouts: Layouts) -> Pointwise:
     statements = tuple(node for node in graph.nodes if node.result in region.members)
     tensors = graph.tensors
-    reads = tuple(Access(tensors[name]) for name in region.leaves)
+    channel = {name for node in statements for name in ops.channel_operands(node)}
+    behind = len(tensors[region.roots[0]].shape) - 2
+    reads = tuple(Access(tensors[name], behind if name in channel else 0) for name in region.leaves)
     live = {
-        argument.value.text: argument.value
+        value.text: value
         for node in statements
-        for argument in node.args
-        if isinstance(argument.value, Live)
+        for value in ops.used_values(node)
+        if isinstance(value, Live)
     }
     body = Body(statements, tuple(region.roots))
     writes = tuple(tensors[root] for root in region.roots)
-    return Pointwise("", reads, tuple(live.values()), body, writes)
+    layout = layouts.formats.get(region.roots[0], "")
+    like = {name for root in region.roots for name in layouts.origins.get(root, ())}
+    ordered = tuple(tensors[name] for name in tensors if name in like)
+    return Pointwise("", reads, tuple(live.values()), body, writes, layout, ordered)
 
 
-def _named(steps: Sequence[Step]) -> tuple[Step, ...]:
-    """Names each kernel after its operators; a second kernel of the same name gets a number."""
-    taken: dict[str, int] = {}
+def _named(steps: Sequence[Step], names: dict[Any, str]) -> tuple[Step, ...]:
+    """Names each kernel after its operators, another one of that name with a number.
+
+    `names` has the kernels that exist already, by what a kernel is but for the names in it.
+    """
     named: list[Step] = []
     for step in steps:
         if isinstance(step, Pointwise):
             name = _kernel_name(step.body)
-            taken[name] = taken.get(name, 0) + 1
-            count = taken[name]
-            step = replace(step, name=name if count == 1 else f"{name}_{count}")
+            like_it = sum(re.fullmatch(rf"{name}(_\d+)?", known) is not None
+                          for known in names.values())  # fmt: skip
+            unique = name if like_it == 0 else f"{name}_{like_it + 1}"
+            step = replace(step, name=names.setdefault(_signature(step), unique))
         named.append(step)
     return tuple(named)
+
+
+def _signature(step: Pointwise) -> Any:
+    """All of a kernel but the names of its values, the texts of its numbers and its sizes."""
+    names = {access.tensor.name: f"read {i}" for i, access in enumerate(step.reads)}
+    numbers = {scalar.text: f"number {i}" for i, scalar in enumerate(step.scalars)}
+
+    def plain(value: Arg) -> Any:
+        match value:
+            case Ref():
+                return names[value.name]
+            case Live():
+                return numbers.get(value.text)
+            case tuple():
+                return tuple(map(plain, value))
+        return (type(value), value)
+
+    statements = []
+    for i, node in enumerate(step.body.statements):
+        statements.append((node.op, *(plain(argument.value) for argument in node.args)))
+        names[node.result] = f"value {i}"
+    shape = step.writes[0].shape
+    reads = [(a.tensor.dtype, a.behind, a.tensor.shape == shape) for a in step.reads]
+    return (
+        tuple(reads),
+        tuple(statements),
+        tuple((names[tensor.name], tensor.dtype) for tensor in step.writes),
+        (step.layout, len(shape) if step.layout else 0),
+        tuple(names.get(tensor.name, "other") for tensor in step.like),
+    )
 
 
 def _kernel_name(body: Body) -> str:
@@ -381,13 +358,24 @@ def _ordered(graph: Graph, steps: Sequence[Step]) -> list[Step]:
         extra = after.get(step.node.result, ()) if isinstance(step, Library) else ()
         return (*step_reads(step), *extra)
 
-    pending = sorted(steps, key=position)
-    produced = {name for step in steps for name in _results(step)}
-    done: set[str] = set()
+    # Each step waits for the steps that make what it reads; of those that wait for nothing any
+    # more, the one that the reference has first runs first.
+    steps = sorted(steps, key=position)
+    maker = {name: index for index, step in enumerate(steps) for name in _results(step)}
+    waits = [{maker[name] for name in waits_for(step) if name in maker} for step in steps]
+    followers: list[list[int]] = [[] for _ in steps]
+    for index, before in enumerate(waits):
+        before.discard(index)
+        for earlier in before:
+            followers[earlier].append(index)
+    ready = [index for index, before in enumerate(waits) if not before]
+    heapq.heapify(ready)
     ordered: list[Step] = []
-    while pending:
-        step = next(s for s in pending if not (set(waits_for(s)) & produced) - done)
-        pending.remove(step)
-        ordered.append(step)
-        done |= _results(step)
+    while ready:
+        index = heapq.heappop(ready)
+        ordered.append(steps[index])
+        for follower in followers[index]:
+            waits[follower].discard(index)
+            if not waits[follower]:
+                heapq.heappush(ready, follower)
     return ordered

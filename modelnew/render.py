@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from pathlib import Path
 import jinja2
 
 from modelnew import __version__, emit, tune
+from modelnew.files import ALGEBRA
 from modelnew.formula import WIDTH, formula, formula_text
 from modelnew.ir import Guard, Library, ModelNewError, Plan, Pointwise, Tensor
 from modelnew.ops import FLOATS
@@ -22,7 +24,6 @@ from modelnew.source import Constructor, constructor
 TEMPLATES = Path(__file__).resolve().parent.parent / "templates"
 
 C_INCLUDES = ("cuda_bf16.h", "cuda_fp16.h", "math.h")
-BROADCAST_INCLUDES = ("ATen/native/TypeProperties.h", "ATen/ops/empty_strided.h")
 HOST_INCLUDES = (
     "c10/cuda/CUDAException.h",
     "c10/cuda/CUDAGuard.h",
@@ -62,6 +63,7 @@ class File:
     extension: str
     functions: str
     checks: bool
+    modes: bool
     model: str
 
 
@@ -79,15 +81,13 @@ def render(ref: Reference, plan: Plan, chosen: Options | None = None) -> str:
     """The solution file's text. Raises ModelNewError when it would break a rule of section 3."""
     chosen = chosen or Options()
     kernels = tuple(emit.kernel(step) for step in plan.kernels)
-    source = constructor(ref.tree, str(ref.path))
+    source = constructor(ref)
     shared, cuda, cpp = "", "", ""
     if kernels:
         shared = _shared(kernels)
         cuda, cpp = fold(_cuda(plan, kernels, chosen)), fold(_cpp(kernels, chosen))
     digest = hashlib.sha256((shared + cuda + cpp).encode()).hexdigest()[:12]
     stem = re.sub(r"\W|^(?=\d)", "_", ref.path.stem)
-    if plan.graph.arguments and not any(m.startswith("def __init__") for m in source.members):
-        raise ModelNewError(f"{ref.path}: class Model inherits its __init__: define it in Model")
     model = fold(_model(plan, kernels, source))
     file = File(
         header=tuple(_header(ref, plan)),
@@ -100,6 +100,7 @@ def render(ref: Reference, plan: Plan, chosen: Options | None = None) -> str:
         extension=f"{stem}_{digest}",
         functions=", ".join(f'"{k.name}_forward"' for k in kernels),
         checks="_check(" in model,
+        modes="_check_modes(" in model,
         model=model,
     )
     text = _environment().get_template("solution.py.jinja").render(f=file)
@@ -137,24 +138,37 @@ def device_functions(calls: Sequence[str]) -> list[str]:
 
 def _shared(kernels: Sequence[emit.Kernel]) -> str:
     template = _environment().get_template("operands.h.jinja")
-    return template.render(operands=max(k.count for k in kernels), broadcast=_broadcast(kernels))
+    return template.render(
+        operands=max(k.count for k in kernels),
+        broadcast=_broadcast(kernels),
+        tiled=_tiled(kernels),
+    )
 
 
 def _broadcast(kernels: Sequence[emit.Kernel]) -> bool:
-    """Whether a kernel has several operands to bring together; with one input all is simpler."""
-    return any(k.count > 2 or {o.ctype for o in k.operands} != {"T"} for k in kernels)
+    """Whether a kernel has several operands to bring together; with one input all is simpler.
+
+    Tiles are cut for several, so one that converts layouts counts as one.
+    """
+    return any(k.format or k.count > 2 or {o.ctype for o in k.operands} != {"T"} for k in kernels)
+
+
+def _tiled(kernels: Sequence[emit.Kernel]) -> bool:
+    return any(k.tiled for k in kernels)
 
 
 def _cuda(plan: Plan, kernels: Sequence[emit.Kernel], options: Options) -> str:
     launch = tune.pointwise(plan.kernels[0], tune.target(options.target))
     functions = device_functions([call for k in kernels for call in k.calls])
     space = "broadcast" if _broadcast(kernels) else "single"
+    tiled = ["tile"] if _tiled(kernels) else []
     template = _environment().get_template("pointwise.cu.jinja")
     dtypes = [emit.dtype(name, launch.vec_bytes) for name in options.dtypes]
+    includes = (*C_INCLUDES, "utility") if tiled else C_INCLUDES
     parts = [
-        "".join(f"#include <{name}>\n" for name in C_INCLUDES),
+        "".join(f"#include <{name}>\n" for name in includes),
         f"constexpr int kThreads = {launch.threads};\n",
-        *map(device_text, ["storage", "pack", space, "run", *functions]),
+        *map(device_text, ["storage", "pack", space, "run", *tiled, *functions]),
         *(template.render(k=k, dtypes=dtypes) for k in kernels),
     ]
     return "\n".join(parts)
@@ -166,11 +180,16 @@ def _cpp(kernels: Sequence[emit.Kernel], options: Options) -> str:
     broadcast = _broadcast(kernels)
     supported = " || ".join(f"dtype == {d.at_type}" for d in dtypes)
     host = _environment().get_template("host.cpp.jinja")
-    includes = ("ATen/TensorIterator.h", *(BROADCAST_INCLUDES if broadcast else ()), *HOST_INCLUDES)
+    told = any(k.format for k in kernels)
+    retraced = not all(k.format for k in kernels)
     parts = [
-        "".join(f"#include <{name}>\n" for name in includes),
+        "".join(f"#include <{name}>\n" for name in _host_includes(broadcast, told, retraced)),
         host.render(
             broadcast=broadcast,
+            told=told,
+            channels=any(k.channel_inputs for k in kernels),
+            like=any(k.like for k in kernels),
+            retraced=retraced,
             several=any(not k.single_float_output for k in kernels),
             dtypes=dtypes,
             supported=supported,
@@ -178,6 +197,17 @@ def _cpp(kernels: Sequence[emit.Kernel], options: Options) -> str:
         *(template.render(k=k, broadcast=broadcast) for k in kernels),
     ]
     return "\n".join(parts)
+
+
+def _host_includes(broadcast: bool, told: bool, retraced: bool) -> tuple[str, ...]:
+    """Headers of the host code; results of a single input are made by the iterator alone."""
+    used = {
+        "ATen/TensorIterator.h": True,
+        "ATen/native/TypeProperties.h": broadcast,
+        "ATen/ops/empty.h": told,
+        "ATen/ops/empty_strided.h": broadcast and retraced,
+    }
+    return (*(name for name, needed in used.items() if needed), *HOST_INCLUDES)
 
 
 def _imports(source: Constructor, with_kernels: bool) -> list[str]:
@@ -230,9 +260,18 @@ def _header(ref: Reference, plan: Plan) -> list[str]:
     ]
     if ref.overrides:
         lines.append("With " + ", ".join(f"{k} = {v}" for k, v in ref.overrides.items()))
+    lines += [f"{ALGEBRA} {line}" for line in plan.graph.algebra]
     if not plan.kernels:
         lines.append("No kernel was generated: every step is a call of PyTorch's own operators.")
-    return [*lines, "", "Plan, for the shapes it was traced with:", *_plan_lines(plan)]
+    for made in plan.modes:
+        mode = f" {mode_text(made)}" if plan.other else ""
+        lines += ["", f"Plan{mode}, for the shapes it was traced with:", *_plan_lines(made)]
+    return lines
+
+
+def mode_text(plan: Plan) -> str:
+    """The mode of a plan that has another beside it."""
+    return "in training" if plan.graph.training else "in evaluation"
 
 
 def _plan_lines(plan: Plan) -> list[str]:
@@ -241,6 +280,7 @@ def _plan_lines(plan: Plan) -> list[str]:
         match step:
             case Pointwise():
                 made = f"{_shapes(step.writes)}, {_amount(step.bytes)}"
+                made += f", written {step.layout}" if step.layout else ""
                 lines += [f"  kernel {step.name}: {made}"]
                 lines += [f"    {line}" for line in formula(step)]
             case Library():
@@ -283,22 +323,55 @@ def _amount(count: int) -> str:
 
 
 def _model(plan: Plan, kernels: Sequence[emit.Kernel], source: Constructor) -> str:
-    lines = [f"class ModelNew({source.bases}):"]
-    checks = [f"    {_check_line(guard)}" for guard in plan.graph.arguments]
-    for member in source.members:
-        body = member.splitlines()
-        if member.startswith("def __init__"):
-            body += checks
-        lines += ["", *("    " + line if line else line for line in body)]
-    signature = source.signature
-    lines += ["", f"    def forward({signature}):"]
-    if plan.graph.training is not None:
-        mode = Guard("self.training", str(plan.graph.training))
-        lines.append(f"        {_check_line(mode)}")
+    lines = source.head.splitlines()
+    head = len(lines)
+    checks = [line for guard in plan.graph.arguments for line in _argument_check(guard)]
+    for member in source.guarded(checks):
+        lines += ["", *("    " + line if line else line for line in member.splitlines())]
+    if plan.other is None:
+        lines += _forward("forward", source.signature, plan, kernels)
+    else:
+        given = ", ".join(_passed_on(source.signature))
+        lines += [
+            "",
+            f"    def forward({source.signature}):",
+            f"        _check_modes({', '.join(['self', *plan.graph.frozen])})",
+            "        if self.training:",
+            f"            return self._forward_in_training({given})",
+            f"        return self._forward_in_evaluation({given})",
+        ]
+        for made in sorted(plan.modes, key=lambda made: not made.graph.training):
+            name = f"_forward_{mode_text(made).replace(' ', '_')}"
+            lines += _forward(name, source.signature, made, kernels)
+    del lines[head]  # no empty line after the class statement
+    return "\n".join(lines)
+
+
+def _forward(name: str, signature: str, plan: Plan, kernels: Sequence[emit.Kernel]) -> list[str]:
+    """The method that runs one plan."""
+    lines = ["", f"    def {name}({signature}):"]
     lines += [f"        {_check_line(guard)}" for guard in plan.graph.pins]
-    lines += ["        " + line for line in emit.forward_lines(plan, kernels)]
-    start = 0 if lines[1] else 1
-    return "\n".join([lines[0], *lines[1 + start :]])
+    return lines + ["        " + line for line in emit.forward_lines(plan, kernels)]
+
+
+def _passed_on(signature: str) -> list[str]:
+    """The arguments of a method with this signature, as it passes them on to another."""
+    (function,) = ast.parse(f"def f({signature}): ...").body
+    assert isinstance(function, ast.FunctionDef)
+    args = function.args
+    plain = [arg.arg for arg in (*args.posonlyargs, *args.args)][1:]
+    return plain + [f"{arg.arg}={arg.arg}" for arg in args.kwonlyargs]
+
+
+def _argument_check(guard: Guard) -> list[str]:
+    """The check of a constructor argument; an object without a literal is compared by its repr."""
+    try:
+        ast.literal_eval(guard.value)
+    except (ValueError, SyntaxError):
+        known = "FakeTensor(" not in guard.value  # says nothing of a tensor's values
+        text = json.dumps(guard.value)
+        return [f'_check("{guard.label}", repr({guard.text}), {text})'] if known else []
+    return [_check_line(guard)]
 
 
 def _check_line(guard: Guard) -> str:

@@ -1,263 +1,392 @@
 """Copies from the reference's source what ModelNew's constructor needs, ready to stand alone.
 
 Globals get an underscore (a harness executes both files into one namespace), docstrings and
-annotations go, and `forward` is left out everywhere: the graph replaces it.
+annotations go, and so do the methods that construction does not need: the graph replaces them.
 """
 
 from __future__ import annotations
 
 import ast
+import builtins
 import copy
-from collections.abc import Iterator, Mapping
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from modelnew.ir import ModelNewError
+from modelnew.reference import MODULE, Reference, imports_well
+from modelnew.scope import Renamer, all_args, bound_names, global_names, identifiers, root_name
 
-KEPT_NAMES = ("Model", "get_inputs", "get_init_inputs")
+# Globals that the rest of a solution file defines.
+RESERVED = frozenset(
+    {"_SHARED", "_CUDA", "_CPP", "_cuda", "_NoBackward", "_run", "_check", "_check_modes"}
+)
+BY_NAME = frozenset({"globals", "eval", "exec", "__import__"})
 
 
 @dataclass(frozen=True)
 class Constructor:
     """Text of the imports, the helper definitions, and the body of `class ModelNew`.
 
-    `bases` is the class line's bases, `members` the methods and attributes that construction
-    needs, `__init__` first; `signature` is forward's, without annotations.
+    `head` is the class statement's line, `members` the methods and attributes that construction
+    needs, `signature` forward's, without annotations. `init` is the `__init__` that is called: a
+    member, or one that calls what is inherited; "" where there is none. `early` says that it
+    changes its arguments or may return early; `where` is the file and line of class Model.
     """
 
     imports: tuple[str, ...]
     definitions: tuple[str, ...]
-    bases: str
+    head: str
     members: tuple[str, ...]
     signature: str
+    init: str
+    early: bool
+    where: str
+
+    def guarded(self, checks: Sequence[str]) -> tuple[str, ...]:
+        """`members` with `checks`, which are lines of code, in `__init__`."""
+        if not checks:
+            return self.members
+        if not self.init:
+            raise ModelNewError(
+                f"{self.where}: class Model gets its __init__ from a decorator: write it out"
+            )
+        lines = self.init.splitlines()
+        start = 1 + next(n for n, line in enumerate(lines) if line.startswith("def "))
+        at = start if self.early else len(lines)
+        text = "\n".join([*lines[:at], *(f"    {check}" for check in checks), *lines[at:]])
+        if self.init not in self.members:
+            return (text, *self.members)
+        return tuple(text if member == self.init else member for member in self.members)
 
 
-def constructor(tree: ast.Module, path: str) -> Constructor:
-    """The constructor of `class Model` in `tree`. Raises ModelNewError when it has none there."""
-    top = _definitions(tree)
-    model = top.get("Model")
-    if not isinstance(model, ast.ClassDef):
-        raise ModelNewError(f"{path}: Model is not a class statement of this file: define it here")
-    members = _members(model)
-    forward = _inherited(model, "forward", top)
-    if forward is None:
-        raise ModelNewError(f"{path}:{model.lineno}: class Model defines no forward")
-    renames = {name: f"_{name.lstrip('_')}" for name in top if name not in KEPT_NAMES}
-    imports = _imports(tree)
-    wanted, used = _needed([*members, *model.bases], top, imports)
-    definitions = [top[name] for name in top if name in wanted]
-    clean = _Cleaner({**renames, "Model": "ModelNew"})
-    return Constructor(
-        imports=tuple(dict.fromkeys(imports[name] for name in imports if name in used)),
-        definitions=tuple(ast.unparse(clean.visit(_without_forward(d))) for d in definitions),
-        bases=", ".join(ast.unparse(clean.visit(base)) for base in model.bases),
-        members=tuple(ast.unparse(clean.visit(member)) for member in members),
-        signature=_signature(forward),
-    )
+def constructor(ref: Reference) -> Constructor:
+    """The constructor of the reference's Model. Raises ModelNewError when it cannot be copied."""
+    return _Copier(ref).constructor()
 
 
-def _definitions(tree: ast.Module) -> dict[str, ast.stmt]:
-    """Top-level functions, classes and assigned names, in the file's order."""
-    found: dict[str, ast.stmt] = {}
-    for node in tree.body:
+class _Copier:
+    """Holds the file's statements, and what is found to be needed of them."""
+
+    def __init__(self, ref: Reference) -> None:
+        self.ref = ref
+        tree = _Plain(self._is_module).visit(copy.deepcopy(ref.tree))
+        executed = list(_executed(tree.body))
+        self.imports = _imports(executed)
+        statements = [s for s in executed if not isinstance(s, ast.Import | ast.ImportFrom)]
+        definitions = [s for s in statements if isinstance(s, ast.FunctionDef | ast.ClassDef)]
+        self.top = {s.name: s for s in definitions}
+        self.model = self._model_statement()
+        self.binds = [(s, self._bound(s)) for s in statements if s is not self.model]
+        self.wanted: set[str] = set()
+        self.mentioned: set[str] = set()  # attributes that the needed code reads
+
+    def constructor(self) -> Constructor:
+        forward = self._arguments("forward")
+        inherited = self._inherited_init()
+        extra: list[ast.stmt] = [_function("forward", forward), *inherited]
+        wanted = self._close(extra)
+        names = list(dict.fromkeys(n for s, binds in self.binds if s in wanted for n in binds))
+        model, *needed = map(self._trimmed, [self.model, *wanted])
+        self._check([model, *needed])
+        clean = Renamer(self._renames(names, [model, *needed, *extra]))
+        imports = [t for name, texts in self.imports.items() if name in self.wanted for t in texts]
+        for statement in [model, *needed, *extra]:
+            clean.visit(statement)
+        own = [s for s in model.body if isinstance(s, ast.FunctionDef) and s.name == "__init__"]
+        init = next(iter([*own, *inherited]), None)
+        return Constructor(
+            imports=tuple(dict.fromkeys(imports)),
+            definitions=tuple(ast.unparse(statement) for statement in needed),
+            head=_head(model),
+            members=tuple(ast.unparse(member) for member in _body(model.body, empty=False)),
+            signature=ast.unparse(forward),
+            init=ast.unparse(init) if init else "",
+            early=init is not None and self._early(init),
+            where=self._at(model),
+        )
+
+    def _at(self, node: Any) -> str:
+        return f"{self.ref.path}:{node.lineno}"
+
+    def _is_module(self, name: str) -> bool:
+        found = self.ref.namespace.get(name)
+        return isinstance(found, type) and issubclass(found, torch.nn.Module)
+
+    def _model_statement(self) -> ast.ClassDef:
+        model = self.ref.namespace["Model"]
+        found = self.top.get(getattr(model, "__qualname__", ""))
+        if not isinstance(model, type) or not isinstance(found, ast.ClassDef):
+            raise ModelNewError(
+                f"{self.ref.path}: Model is not a class statement of this file: define it here"
+            )
+        return found
+
+    def _bound(self, statement: ast.stmt) -> list[str]:
+        """Names of the file that a statement defines or changes, by what it calls too."""
+        if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+            names = {statement.name}
+            run: list[ast.AST] = [*statement.decorator_list]
+        else:
+            names, run = bound_names([statement]) | _changed(statement), [statement]
+        for name in sorted({n.id for r in run for n in ast.walk(r) if isinstance(n, ast.Name)}):
+            function = self.top.get(name)
+            if isinstance(function, ast.FunctionDef):
+                local = {arg.arg for arg in all_args(function.args)} | bound_names(function.body)
+                names |= _changed(function) - local
+        return sorted(names - self.imports.keys())
+
+    def _close(self, extra: Sequence[ast.stmt]) -> list[ast.stmt]:
+        """The statements that Model and `extra` need, in the file's order."""
+        while True:
+            needed = [s for s, binds in self.binds if self.wanted.intersection(binds)]
+            parts = [*map(self._trimmed, [self.model, *needed]), *extra]
+            names, mentioned = global_names(parts), set(_mentioned(parts))
+            if names <= self.wanted and mentioned <= self.mentioned:
+                return needed
+            self.wanted |= names
+            self.mentioned |= mentioned
+
+    def _trimmed(self, statement: Any) -> Any:
+        """A class of modules without the methods that nothing in the constructor calls."""
+        if not isinstance(statement, ast.ClassDef) or not self._is_module(statement.name):
+            return statement
+        bare = copy.copy(statement)
+        bare.body = [s for s in statement.body if self._is_needed(s, statement)]
+        return bare
+
+    def _is_needed(self, statement: ast.stmt, owner: ast.ClassDef) -> bool:
+        name = statement.name if isinstance(statement, ast.FunctionDef) else "__init__"
+        if name == "forward":
+            called = owner.name in self.ref.called or "forward" in self.mentioned
+            return owner is not self.model and called
+        if name in self.mentioned or (name.startswith("__") and name.endswith("__")):
+            return True
+        # What a library's class may call: reset_parameters, train, extra_repr.
+        bases = self.ref.namespace[owner.name].__mro__
+        return any(base.__module__ != MODULE and name in vars(base) for base in bases)
+
+    def _check(self, parts: Sequence[ast.AST]) -> None:
+        """Raises ModelNewError for what cannot be copied."""
+        model, name = self.model, self.model.name
+        for statement, binds in self.binds:
+            if name in binds and not isinstance(statement, ast.ClassDef):
+                raise ModelNewError(
+                    f"{self._at(statement)}: changes class {name} after it is made: do that in it"
+                )
+        for node in (node for part in parts for node in ast.walk(part)):
+            match node:
+                case ast.Name(id=called) if called in BY_NAME:
+                    raise ModelNewError(
+                        f"{self._at(node)}: {called} finds names that are others in the solution: "
+                        "name what is meant"
+                    )
+                case ast.Attribute(value=ast.Name(id="self"), attr="forward"):
+                    if node in ast.walk(self._trimmed(model)):
+                        raise ModelNewError(
+                            f"{self._at(node)}: the constructor uses self.forward, which ModelNew "
+                            "replaces by kernels: call the layers that are needed instead"
+                        )
+
+    def _renames(self, names: Sequence[str], parts: Sequence[ast.AST]) -> dict[str, str]:
+        """A free name with an underscore for each of `names`, and ModelNew's."""
+        model = {self.model.name: "ModelNew", "Model": "ModelNew"}
+        names = [name for name in names if name not in model]
+        taken = {*identifiers(parts), *self.imports} - {*names} | RESERVED | {*dir(builtins)}
+        renames: dict[str, str] = {}
+        for name in sorted(names, key=lambda name: not name.startswith("_")):  # these stay
+            new = f"_{name.lstrip('_')}"
+            while new in taken:
+                new += "_"
+            taken.add(new)
+            renames[name] = new
+        return {**renames, **model}
+
+    def _early(self, init: ast.FunctionDef) -> bool:
+        changed = bound_names(init.body) & {arg.arg for arg in all_args(init.args)}
+        returns = any(isinstance(node, ast.Return) for node in ast.walk(init))
+        mutable = any(isinstance(v, list | dict | set) for v in self.ref.arguments().values())
+        return bool(changed) or returns or mutable
+
+    def _arguments(self, name: str) -> ast.arguments:
+        """A method's parameters without annotations, looked up as Python does."""
+        mro = self.ref.namespace["Model"].__mro__
+        owner = next((cls for cls in mro if name in vars(cls)), object)
+        statement = self.top.get(owner.__qualname__)
+        if owner.__module__ == MODULE and isinstance(statement, ast.ClassDef):
+            for member in statement.body:
+                if isinstance(member, ast.FunctionDef) and member.name == name:
+                    return copy.deepcopy(member.args)
+        if owner in (torch.nn.Module, object):
+            raise ModelNewError(f"{self._at(self.model)}: class Model defines no {name}")
+        signature = inspect.signature(getattr(owner, name))
+        plain = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+        text = str(signature.replace(parameters=plain, return_annotation=signature.empty))
+        try:
+            return _parsed(f"def {name}{text}: ...").args
+        except SyntaxError:
+            raise ModelNewError(
+                f"{self._at(self.model)}: {name} is inherited with defaults that have no text: "
+                f"define it in class Model: {text}"
+            ) from None
+
+    def _inherited_init(self) -> list[ast.FunctionDef]:
+        """An `__init__` that calls the one that Model inherits, where it inherits one."""
+        model = self.ref.namespace["Model"]
+        if "__init__" in vars(model) or model.__init__ is torch.nn.Module.__init__:
+            return []
+        args = self._arguments("__init__")
+        _, *plain = [a.arg for a in (*args.posonlyargs, *args.args)]
+        given = [*plain, *([f"*{args.vararg.arg}"] if args.vararg else [])]
+        given += [f"{a.arg}={a.arg}" for a in args.kwonlyargs]
+        given += [f"**{args.kwarg.arg}"] if args.kwarg else []
+        call = f"super().__init__({', '.join(given)})"
+        return [_parsed(f"def __init__({ast.unparse(args)}):\n    {call}")]
+
+
+def _parsed(text: str) -> ast.FunctionDef:
+    (function,) = ast.parse(text).body
+    assert isinstance(function, ast.FunctionDef)
+    return function
+
+
+def _function(name: str, args: ast.arguments) -> ast.FunctionDef:
+    """A function of these very parameters, so that what is done to it is done to them."""
+    function = _parsed(f"def {name}(): ...")
+    function.args = args
+    return function
+
+
+def _head(model: ast.ClassDef) -> str:
+    empty = copy.copy(model)
+    empty.body = [ast.Expr(ast.Constant(...))]
+    return ast.unparse(empty).rsplit("\n", 1)[0]
+
+
+def _mentioned(parts: Iterable[ast.AST]) -> Iterator[str]:
+    """Attributes that code reads or sets, by a text too: getattr(self, "build")."""
+    for node in (node for part in parts for node in ast.walk(part)):
         match node:
-            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
-                found[name] = node
-            case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
-                found[name] = node
-    return found
+            case ast.Attribute(attr=name) | ast.Constant(value=str(name)):
+                yield name
 
 
-def _imports(tree: ast.Module) -> dict[str, str]:
-    """The import statement that binds each name."""
-    found: dict[str, str] = {}
-    for node in tree.body:
-        if isinstance(node, ast.ImportFrom) and node.module == "__future__":
-            continue
-        if isinstance(node, ast.Import | ast.ImportFrom):
+def _changed(statement: ast.AST) -> set[str]:
+    """Names whose objects code changes: `x` in x[0] = 1, x.size = 1 and x.append(1)."""
+    found = set()
+    for node in ast.walk(statement):
+        match node:
+            case (
+                ast.Attribute(ctx=ast.Store() | ast.Del())
+                | ast.Subscript(ctx=ast.Store() | ast.Del())
+            ):
+                found.add(root_name(node))
+            case ast.Expr(value=ast.Call(func=ast.Attribute() as method)):
+                found.add(root_name(method))
+    return {name for name in found if name}
+
+
+# --- statements -----------------------------------------------------------------------------------
+
+
+def _executed(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements of a module; of `try: import`, those of the branch that is taken here."""
+    for node in body:
+        match node:
+            case ast.Try(body=tried, handlers=[handler, *_]) if any(map(_is_import, tried)):
+                well = all(imports_well(n) for n in tried if _is_import(n))
+                yield from _executed([*tried, *node.orelse] if well else handler.body)
+                yield from _executed(node.finalbody)
+            case ast.If(test=ast.Name(id="TYPE_CHECKING") | ast.Attribute(attr="TYPE_CHECKING")):
+                yield from _executed(node.orelse)
+            case ast.If(test=ast.Compare(left=ast.Name(id="__name__"))):
+                continue
+            case _:
+                yield node
+
+
+def _is_import(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Import | ast.ImportFrom)
+
+
+def _imports(statements: Iterable[ast.stmt]) -> dict[str, list[str]]:
+    """The import statements that bind each name; `from x import *` as one for each name of x."""
+    found: dict[str, list[str]] = {}
+    for node in statements:
+        if isinstance(node, ast.Import):
             for alias in node.names:
                 name = alias.asname or alias.name.split(".")[0]
-                single = (
-                    ast.Import([alias])
-                    if isinstance(node, ast.Import)
-                    else ast.ImportFrom(node.module, [alias], node.level)
-                )
-                found[name] = ast.unparse(single)
+                before = [] if alias.asname else found.get(name, [])  # import a.b; import a.c
+                found[name] = [*before, ast.unparse(ast.Import([alias]))]
+        elif isinstance(node, ast.ImportFrom) and node.module != "__future__":
+            for alias in _named(node):
+                single = ast.ImportFrom(node.module, [alias], node.level)
+                found[alias.asname or alias.name] = [ast.unparse(single)]
     return found
 
 
-def _method(model: ast.ClassDef, name: str) -> ast.FunctionDef | None:
-    for node in model.body:
-        if isinstance(node, ast.FunctionDef) and node.name == name:
-            return node
-    return None
+def _named(node: ast.ImportFrom) -> list[ast.alias]:
+    if [alias.name for alias in node.names] != ["*"]:
+        return node.names
+    module = sys.modules[str(node.module)]
+    public = [name for name in vars(module) if not name.startswith("_")]
+    return [ast.alias(name) for name in getattr(module, "__all__", public)]
 
 
-def _inherited(
-    model: ast.ClassDef, name: str, top: Mapping[str, ast.stmt]
-) -> ast.FunctionDef | None:
-    """The method of a class of this file, looked up in its bases of this file too."""
-    found = _method(model, name)
-    for base in model.bases:
-        parent = top.get(base.id) if isinstance(base, ast.Name) else None
-        if found is None and isinstance(parent, ast.ClassDef):
-            found = _inherited(parent, name, top)
-    return found
+class _Plain(ast.NodeTransformer):
+    """Drops docstrings, annotations and the empty statement."""
 
-
-def _members(model: ast.ClassDef) -> list[ast.stmt]:
-    """Class attributes, `__init__`, and the methods it calls, directly or not."""
-    methods = {node.name: node for node in model.body if isinstance(node, ast.FunctionDef)}
-    attributes = [n for n in model.body if isinstance(n, ast.Assign | ast.AnnAssign)]
-    wanted: dict[str, ast.FunctionDef] = {}
-    stack = ["__init__"]
-    while stack:
-        name = stack.pop()
-        if name in methods and name not in wanted and name != "forward":
-            wanted[name] = methods[name]
-            stack += [n.attr for n in ast.walk(methods[name]) if isinstance(n, ast.Attribute)]
-    return [*attributes, *wanted.values()]
-
-
-def _without_forward(node: ast.stmt) -> ast.stmt:
-    if not isinstance(node, ast.ClassDef):
-        return node
-    bare = copy.copy(node)
-    bare.body = [n for n in node.body if getattr(n, "name", "") != "forward"]
-    return bare
-
-
-def _needed(
-    roots: list[ast.stmt | ast.expr], top: Mapping[str, ast.stmt], imports: Mapping[str, str]
-) -> tuple[set[str], set[str]]:
-    """Top-level definitions and imports that `roots` need, definitions followed into."""
-    wanted: set[str] = set()
-    used: set[str] = set()
-    stack: list[ast.AST] = list(roots)
-    while stack:
-        for name in _global_names(stack.pop()):
-            if name in imports:
-                used.add(name)
-            elif name in top and name not in wanted and name not in KEPT_NAMES:
-                wanted.add(name)
-                stack.append(_without_forward(top[name]))
-    return wanted, used
-
-
-def _global_names(node: ast.AST) -> Iterator[str]:
-    """Names that a node reads and that no enclosing function of it binds."""
-    finder = _GlobalNames()
-    finder.visit(node)
-    yield from finder.found
-
-
-class _Scoped(ast.NodeTransformer):
-    """Walks code knowing which names are local to the functions around it."""
-
-    def __init__(self) -> None:
-        self.local: list[set[str]] = []
-
-    def is_local(self, name: str) -> bool:
-        return any(name in scope for scope in self.local)
+    def __init__(self, is_module: Callable[[str], bool]) -> None:
+        self.is_module = is_module
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        node.decorator_list = [self.visit(d) for d in node.decorator_list]
-        self._defaults(node.args)
-        self.local.append(_bound_names(node))
-        node.body = [self.visit(statement) for statement in node.body]
-        self.local.pop()
-        return node
-
-    def visit_Lambda(self, node: ast.Lambda) -> ast.AST:
-        self._defaults(node.args)
-        self.local.append(_bound_names(node))
-        node.body = self.visit(node.body)
-        self.local.pop()
-        return node
-
-    def _defaults(self, args: ast.arguments) -> None:
-        args.defaults = [self.visit(d) for d in args.defaults]
-        args.kw_defaults = [None if d is None else self.visit(d) for d in args.kw_defaults]
-
-
-class _GlobalNames(_Scoped):
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: dict[str, None] = {}
-
-    def visit_Name(self, node: ast.Name) -> ast.AST:
-        if isinstance(node.ctx, ast.Load) and not self.is_local(node.id):
-            self.found[node.id] = None
-        return node
-
-
-class _Cleaner(_Scoped):
-    """Renames globals, drops docstrings and annotations, replaces the empty statement."""
-
-    def __init__(self, renames: Mapping[str, str]) -> None:
-        super().__init__()
-        self.renames = renames
-
-    def visit_Name(self, node: ast.Name) -> ast.AST:
-        name = node.id if self.is_local(node.id) else self.renames.get(node.id, node.id)
-        return ast.copy_location(ast.Name(name, node.ctx), node)
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        node = super().visit_FunctionDef(node)  # type: ignore[assignment]
+        self.generic_visit(node)
         node.returns = None
-        for arg in _all_args(node.args):
+        for arg in all_args(node.args):
             arg.annotation = None
         node.body = _body(node.body)
-        if not self.local:
-            node.name = self.renames.get(node.name, node.name)
         return node
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
-        name = self.renames.get(node.name, node.name)
-        self.local.append(set())  # methods are attributes of the class, not globals
-        node = self.generic_visit(node)  # type: ignore[assignment]
-        self.local.pop()
-        node.name, node.body = name, _body(node.body)
+        # Annotations are the fields of a dataclass or a NamedTuple.
+        fields = bool(node.decorator_list) or not self.is_module(node.name)
+        body = [_field(s) if fields and isinstance(s, ast.AnnAssign) else s for s in node.body]
+        node.body = _body(
+            [s if isinstance(s, ast.AnnAssign) and fields else self.visit(s) for s in body]
+        )
         return node
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
-        node = self.generic_visit(node)  # type: ignore[assignment]
         if node.value is None:
-            return ast.Expr(ast.Constant(...))
-        return ast.fix_missing_locations(
-            ast.copy_location(ast.Assign([node.target], node.value), node)
-        )
+            return ast.copy_location(ast.Expr(ast.Constant(...)), node)
+        return ast.copy_location(ast.Assign([node.target], node.value, lineno=node.lineno), node)
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST:
+        text = isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        return ast.copy_location(ast.Expr(ast.Constant(...)), node) if text else node
 
     def visit_Pass(self, node: ast.Pass) -> ast.AST:
         return ast.copy_location(ast.Expr(ast.Constant(...)), node)
 
 
-def _body(body: list[ast.stmt]) -> list[ast.stmt]:
-    """Without its docstring, and never empty."""
-    first = body[0] if body else None
-    value = first.value if isinstance(first, ast.Expr) else None
-    if isinstance(value, ast.Constant) and isinstance(value.value, str):
-        body = body[1:]
-    return body or [ast.Expr(ast.Constant(...))]
+def _field(node: ast.AnnAssign) -> ast.stmt:
+    """A field whose annotation needs nothing of the file; a class variable is an assignment."""
+    parts = list(ast.walk(node.annotation))
+    names = {p.id for p in parts if isinstance(p, ast.Name)}
+    names |= {p.attr for p in parts if isinstance(p, ast.Attribute)}
+    texts = [p for p in parts if isinstance(p, ast.Constant) and isinstance(p.value, str)]
+    if "ClassVar" in names and node.value is not None:
+        return ast.copy_location(ast.Assign([node.target], node.value, lineno=node.lineno), node)
+    if texts or not (names <= set(dir(builtins)) or names & {"InitVar", "KW_ONLY"}):
+        node.annotation = ast.copy_location(ast.Name("object", ast.Load()), node)
+    return node
 
 
-def _all_args(args: ast.arguments) -> list[ast.arg]:
-    extra = [a for a in (args.vararg, args.kwarg) if a is not None]
-    return [*args.posonlyargs, *args.args, *args.kwonlyargs, *extra]
-
-
-def _bound_names(node: ast.FunctionDef | ast.Lambda) -> set[str]:
-    names = {arg.arg for arg in _all_args(node.args)}
-    for child in ast.walk(node):
-        if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
-            names.add(child.id)
-        elif isinstance(child, ast.FunctionDef | ast.ClassDef) and child is not node:
-            names.add(child.name)
-    return names
-
-
-def _signature(forward: ast.FunctionDef) -> str:
-    """forward's arguments with their defaults, without annotations."""
-    args = copy.deepcopy(forward.args)
-    for arg in _all_args(args):
-        arg.annotation = None
-    return ast.unparse(args)
+def _body(body: list[ast.stmt], empty: bool = True) -> list[ast.stmt]:
+    """Without statements that do nothing; with one if there is no other, unless it may be empty."""
+    kept = [s for s in body if not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))]
+    return kept or ([ast.Expr(ast.Constant(...))] if empty else [])

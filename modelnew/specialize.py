@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -24,26 +24,43 @@ if TYPE_CHECKING:
 # For each numeric constructor argument: the texts of the numeric attributes that follow it, and
 # whether nothing else does.
 Changes: TypeAlias = Mapping[str, tuple[set[str], bool]]
-TraceOnce: TypeAlias = "Callable[[torch.nn.Module, Sequence[Leaf]], Graph]"
+# Traces a model on other leaves; given a graph, it may end at the first call that is another one.
+TraceOnce: TypeAlias = "Callable[[torch.nn.Module, Sequence[Leaf], Graph | None], Graph]"
 
 
-def specialize(ref: Reference, base: Graph, trace_once: TraceOnce, leaves: Sequence[Leaf]) -> Graph:
-    """`base` with Live numbers, and guards for everything else that it was traced for."""
-    changes = {
+def argument_changes(ref: Reference) -> Changes:
+    """What another value of each numeric constructor argument changes in the model."""
+    return {
         name: _changes(ref, name, _perturbed(value))
         for name, value in ref.arguments().items()
         if _is_number(value)
     }
+
+
+def specialize(
+    ref: Reference,
+    base: Graph,
+    trace_once: TraceOnce,
+    leaves: Sequence[Leaf],
+    changes: Changes,
+    like: Graph | None = None,
+) -> Graph:
+    """`base` with Live numbers, and guards for everything else that it was traced for.
+
+    `like` is another mode's graph: where its sizes are free, they are tried first to be free here.
+    """
     found = _with_live(ref, base, trace_once, leaves, _scalar_attributes(ref, changes))
     numbers = tuple(
         Guard(leaf.text, repr(leaf.value))
         for leaf in leaves
         if not isinstance(leaf.value, torch.Tensor) and leaf.text in found.baked
     )
-    sizes = tuple(_size_pins(ref, base, trace_once, leaves))
+    sizes = tuple(_size_pins(ref, base, trace_once, leaves, like))
     return replace(
         base,
         nodes=found.nodes,
+        numbers=found.numbers,
+        bindings={**base.bindings, **found.bindings},
         arguments=tuple(_argument_guards(ref, changes, found.baked)),
         pins=numbers + tuple(_attribute_pins(ref, found.baked)) + found.conditions + sizes,
     )
@@ -56,7 +73,8 @@ def _attributes(model: torch.nn.Module) -> Iterator[tuple[str, str, torch.nn.Mod
     """(text, name, module) of each plain attribute of each module of `model`."""
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            if not name.startswith("_") and not isinstance(value, torch.Tensor):
+            plain = not name.startswith("_") and name != "training"
+            if plain and not isinstance(value, torch.Tensor):
                 full = f"{path}.{name}" if path else name
                 yield attribute_text(full), name, module
 
@@ -122,11 +140,14 @@ def _scalar_attributes(ref: Reference, changes: Changes) -> set[str]:
 
 @dataclass(frozen=True)
 class _Found:
-    """Nodes with Live numbers, the texts of numbers that stay constants, conditions that held."""
+    """Nodes and constants with Live numbers, the texts of numbers that stay constants, conditions
+    that held. `bindings` are those of constants that a Live number makes."""
 
     nodes: tuple[Node, ...]
+    numbers: Mapping[str, Arg]
     baked: frozenset[str]
     conditions: tuple[Guard, ...] = ()
+    bindings: Mapping[str, str] = field(default_factory=dict)
 
 
 def _with_live(
@@ -151,18 +172,46 @@ def _with_live(
             for leaf in leaves
         ]
         try:
-            probe = trace_once(model, given)
+            probe = trace_once(model, given, None)
         except ModelNewError:
             continue
         matched = match_nodes(base.nodes, probe.nodes, table)
-        if matched is not None and probe.output == base.output:
-            nodes, unknown = matched
-            # A tensor made of a number in forward is a constant that the graph holds as text.
-            unknown = unknown or probe.bindings != base.bindings
-            baked = (scalars | floats) if unknown else table.observed | (scalars - candidates)
-            conditions = tuple(Guard(text, repr(held)) for text, held in table.conditions.items())
-            return _Found(nodes, frozenset(baked | (inputs - floats)), conditions)
-    return _Found(base.nodes, frozenset(scalars | inputs))
+        if matched is None or (probe.output, probe.assigned) != (base.output, base.assigned):
+            continue
+        nodes, unknown = matched
+        numbers, bindings, odd = _match_constants(base, probe, table)
+        baked = (scalars | floats) if unknown or odd else table.observed | (scalars - candidates)
+        conditions = tuple(Guard(text, repr(held)) for text, held in table.conditions.items())
+        return _Found(nodes, numbers, frozenset(baked | (inputs - floats)), conditions, bindings)
+    return _Found(base.nodes, base.numbers, frozenset(scalars | inputs))
+
+
+def _match_constants(
+    base: Graph, probe: Graph, table: LiveTable
+) -> tuple[dict[str, Arg], dict[str, str], bool]:
+    """The constants that forward makes, with each number that differs in `probe` made Live.
+
+    Returns the numbers, the texts of those that are Live, and whether some other constant differs.
+    """
+    numbers: dict[str, Arg] = dict(base.numbers)
+    texts: dict[str, str] = {}
+    if base.bindings.keys() != probe.bindings.keys():
+        return numbers, texts, True
+    odd = False
+    for name, text in base.bindings.items():
+        if probe.bindings[name] == text:
+            # Few digits hide a number that differs by little.
+            half = base.tensors[name].dtype in ("float16", "bfloat16")
+            odd = odd or (half and text.startswith("torch.tensor("))
+            continue
+        live = table.read_as(probe.numbers.get(name), base.tensors[name].dtype)
+        number = base.numbers.get(name)
+        if live is None or not isinstance(number, int | float) or isinstance(number, bool):
+            odd = True
+            continue
+        numbers[name] = Live(live, float(number))
+        texts[name] = text.replace(f"({number!r},", f"({live},", 1)
+    return numbers, texts, odd
 
 
 def match_nodes(
@@ -246,7 +295,11 @@ Place: TypeAlias = "tuple[str, int]"
 
 
 def _size_pins(
-    ref: Reference, base: Graph, trace_once: TraceOnce, leaves: Sequence[Leaf]
+    ref: Reference,
+    base: Graph,
+    trace_once: TraceOnce,
+    leaves: Sequence[Leaf],
+    like: Graph | None,
 ) -> Iterator[Guard]:
     """A guard for each input size on which the graph depends, or might depend."""
     places = {
@@ -255,10 +308,15 @@ def _size_pins(
         if isinstance(leaf.value, torch.Tensor)
         for dim, size in enumerate(leaf.value.shape)
     }
-    free = _free_places(ref, base, trace_once, leaves, places)
-    for (text, dim), size in places.items():
-        if (text, dim) not in free:
-            yield Guard(f"{text}.shape[{dim}:{dim + 1}]", f"({size},)")
+    pins = {place: _size_pin(place, size) for place, size in places.items()}
+    hint = None if like is None else {place for place in pins if pins[place] not in like.pins}
+    free = _free_places(ref, base, trace_once, leaves, places, hint)
+    yield from (pin for place, pin in pins.items() if place not in free)
+
+
+def _size_pin(place: Place, size: int) -> Guard:
+    text, dim = place
+    return Guard(f"{text}.shape[{dim}:{dim + 1}]", f"({size},)")
 
 
 def _free_places(
@@ -267,14 +325,12 @@ def _free_places(
     trace_once: TraceOnce,
     leaves: Sequence[Leaf],
     places: dict[Place, int],
+    hint: set[Place] | None,
 ) -> set[Place]:
     rank = {leaf.text: leaf.value.dim() for leaf in leaves if isinstance(leaf.value, torch.Tensor)}
 
-    def independent(groups: Sequence[frozenset[Place]]) -> bool:
-        """Whether other sizes, larger and smaller ones, give the same calls."""
-        return all(same(groups, grow) for grow in (True, False))
-
     def same(groups: Sequence[frozenset[Place]], grow: bool) -> bool:
+        """Whether larger or smaller sizes in these places give the same calls."""
         sizes = dict(places)
         for number, group in enumerate(groups):
             for place in group:
@@ -283,10 +339,12 @@ def _free_places(
         _broadcast_ones(places, sizes, rank)
         given = [_resized(ref, leaf, sizes) for leaf in leaves]
         try:
-            graph = trace_once(ref.model, given)
+            return same_calls(trace_once(ref.model, given, base), base)
         except ModelNewError:
             return False
-        return same_calls(graph, base)
+
+    def independent(groups: Sequence[frozenset[Place]]) -> bool:
+        return same(groups, True) and same(groups, False)
 
     by_value: dict[Any, set[Place]] = {}
     by_axis: dict[Any, set[Place]] = {}
@@ -294,15 +352,36 @@ def _free_places(
         by_value.setdefault(size, set()).add((text, dim))
         by_axis.setdefault((size, dim - rank[text]), set()).add((text, dim))
     splits = [[frozenset(g) for g in by.values()] for by in (by_axis, by_value)]
-    for groups in splits:
-        if independent(groups):
-            return set(places)
-    alone = [group for groups in splits for group in groups if independent([group])]
+    for wanted in (hint, set(places)):
+        for groups in splits if splits[0] != splits[1] else splits[:1]:
+            if wanted and independent([group & wanted for group in groups if group & wanted]):
+                return wanted
+    return set().union(*_independent_groups(splits, same))
+
+
+def _independent_groups(
+    splits: Sequence[Sequence[frozenset[Place]]],
+    same: Callable[[Sequence[frozenset[Place]], bool], bool],
+) -> list[frozenset[Place]]:
+    """Disjoint groups of places, as large as they come, that the graph does not depend on.
+
+    One larger size a group costs a trace, so all are first tried that way; what is left is tried
+    together, and one by one only if that fails.
+    """
+    unique = sorted(dict.fromkeys(g for groups in splits for g in groups), key=len, reverse=True)
     disjoint: list[frozenset[Place]] = []
-    for group in sorted(alone, key=len, reverse=True):
-        if not any(group & other for other in disjoint) and independent([*disjoint, group]):
+    for group in unique:
+        if not any(group & other for other in disjoint) and same([group], True):
             disjoint.append(group)
-    return set().union(*disjoint)
+    larger = len(disjoint) < 2 or same(disjoint, True)
+    if not disjoint or (larger and same(disjoint, False)):
+        return disjoint
+    kept: list[frozenset[Place]] = []
+    for group in unique:
+        clear = not any(group & other for other in kept)
+        if clear and all(same([*kept, group], grow) for grow in (True, False)):
+            kept.append(group)
+    return kept
 
 
 def _broadcast_ones(
@@ -330,8 +409,8 @@ def same_calls(left: Graph, right: Graph) -> bool:
     """Whether two traces make the same calls with the same arguments and constants, whatever the
     shapes."""
 
-    def calls(graph: Graph) -> list[tuple[str, tuple[Arg, ...]]]:
-        return [(node.op, tuple(argument.value for argument in node.args)) for node in graph.nodes]
+    def calls(graph: Graph) -> list[tuple[Any, ...]]:
+        return [(node.op, *(argument.value for argument in node.args)) for node in graph.nodes]
 
-    same = left.output == right.output and left.bindings == right.bindings
-    return same and calls(left) == calls(right)
+    same = (left.output, left.assigned) == (right.output, right.assigned)
+    return same and left.bindings == right.bindings and calls(left) == calls(right)

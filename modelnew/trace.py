@@ -1,4 +1,4 @@
-"""Traces a reference to a Graph of ATen calls; the only module that imports torch.export."""
+"""Traces a reference to a Graph of ATen calls."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import inspect
 import io
 import logging
-import operator
 import re
 import warnings
 from collections.abc import Iterator, Sequence
@@ -16,24 +15,10 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from modelnew.ir import (
-    Arg,
-    Argument,
-    Graph,
-    Literal,
-    ModelNewError,
-    Node,
-    Output,
-    Ref,
-    Source,
-    Tensor,
-    refs_in,
-)
+from modelnew.ir import Graph, Guard, ModelNewError, Output, Ref
+from modelnew.record import Differs, Recorder, free
 from modelnew.reference import Reference, attribute_text, user_line
-from modelnew.specialize import equal, specialize
-
-# Checks that torch.export adds; they hold by construction and compute nothing.
-CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async")
+from modelnew.specialize import argument_changes, equal, same_calls, specialize
 
 
 @dataclass(frozen=True)
@@ -47,17 +32,42 @@ class Leaf:
 def trace(ref: Reference) -> Graph:
     """The reference's graph, with live attributes, pinned sizes and guarded arguments.
 
+    Where train() and eval() differ it is the graph of the mode as built, and holds the other's.
     Raises ModelNewError when forward cannot be traced or returns something else than tensors.
     """
     leaves = input_leaves(ref)
-    base = trace_once(ref, ref.model, leaves)
-    graph = specialize(ref, base, lambda model, given: trace_once(ref, model, given), leaves)
-    modes = {module: module.training for module in ref.model.modules()}
-    built = ref.model.training
-    other = trace_once(ref, ref.model.train(not built), leaves)
-    for module, mode in modes.items():
-        module.training = mode
-    return graph if other == base else replace(graph, training=built)
+    modes = {path: module.training for path, module in ref.model.named_modules()}
+
+    def as_built(model: torch.nn.Module, given: Sequence[Leaf], base: Graph | None) -> Graph:
+        return trace_once(ref, model, given, base)
+
+    def in_other_mode(model: torch.nn.Module, given: Sequence[Leaf], base: Graph | None) -> Graph:
+        return trace_once(ref, model.train(not modes[""]), given, base)
+
+    base = as_built(ref.model, leaves, None)
+    changes = argument_changes(ref)
+    graph = specialize(ref, base, as_built, leaves, changes)
+    try:
+        other = in_other_mode(ref.model, leaves, None)
+        differ = not same_calls(base, other)
+        if differ:
+            other = specialize(ref, other, in_other_mode, leaves, changes, like=graph)
+    finally:
+        for path, module in ref.model.named_modules():
+            module.training = modes[path]
+    if not differ:
+        return graph
+    frozen = {attribute_text(p): mode for p, mode in modes.items() if mode != modes[""]}
+    pins = tuple(Guard(f"{part}.training", str(mode)) for part, mode in frozen.items())
+    arguments = dict.fromkeys((*graph.arguments, *other.arguments))
+    return replace(
+        graph,
+        arguments=tuple(arguments),
+        pins=graph.pins + pins,
+        frozen=tuple(frozen),
+        training=modes[""],
+        other=replace(other, arguments=(), training=not modes[""]),
+    )
 
 
 def input_leaves(ref: Reference) -> tuple[Leaf, ...]:
@@ -81,281 +91,205 @@ def input_leaves(ref: Reference) -> tuple[Leaf, ...]:
     return tuple(leaves)
 
 
-def trace_once(ref: Reference, model: torch.nn.Module, leaves: Sequence[Leaf]) -> Graph:
-    """Exports `model` on the leaves' values and reads the program into a Graph."""
-    program = _export(ref, model, leaves)
-    return _Reader(ref, model, leaves, program).graph()
+def trace_once(
+    ref: Reference, model: torch.nn.Module, leaves: Sequence[Leaf], base: Graph | None = None
+) -> Graph:
+    """Runs `model` on the leaves' values and records what it calls; the model stays as it was.
+
+    With `base` a trace that makes other calls ends early: ModelNewError.
+    """
+    state = _State(model)
+    try:
+        graph = _record(ref, model, leaves, state, base)
+        if state.counts():
+            again = _record(ref, model, leaves, state, None)
+            if not same_calls(graph, again):
+                raise ModelNewError(
+                    f"{ref.path}:{_forward_line(ref)}: forward changes "
+                    f"{', '.join(state.counts())}, and computes something else the next time: "
+                    "keep what changes in tensors"
+                )
+        return graph
+    finally:
+        state.restore()
 
 
-def _export(ref: Reference, model: torch.nn.Module, leaves: Sequence[Leaf]) -> Any:
-    signature = inspect.signature(type(model).forward)
-    names = list(signature.parameters)[1:]
+def _record(
+    ref: Reference,
+    model: torch.nn.Module,
+    leaves: Sequence[Leaf],
+    state: _State,
+    base: Graph | None,
+) -> Graph:
+    tensors = [leaf for leaf in leaves if isinstance(leaf.value, torch.Tensor)]
+    taken = {leaf.text for leaf in tensors}
+    inputs = []
+    for leaf in tensors:
+        plain = leaf.text.isidentifier()
+        name = leaf.text if plain else free(re.sub(r"\W+", "_", leaf.text), taken)
+        taken.add(name)
+        inputs.append((name, leaf.text, leaf.value))
+    device = f"{tensors[0].text}.device" if tensors else "torch.device('cuda')"
+    texts = state.texts()
+    recorder = Recorder(str(ref.path), device, inputs, texts, None if base is None else base.nodes)
     forward = type(model).forward
+    arguments = _rebuild(ref, leaves)
+    with _quiet(), _explained(ref), ref.fake_mode, torch.inference_mode(), torch.enable_grad():
+        with recorder:
+            result = forward(model, **arguments)
+        output = _container(ref, recorder, result)
+    if output is None:
+        raise _not_tensors(ref, None)
+    assigned = tuple((text, Ref(recorder.name_of(t))) for text, t in state.assigned())
+    return Graph(
+        recorder.tensors,
+        recorder.bindings,
+        tuple(name for name, _, _ in inputs),
+        tuple(recorder.nodes),
+        output,
+        numbers=recorder.numbers,
+        assigned=assigned,
+    )
 
-    def on_tensors(*tensors: torch.Tensor) -> Any:
-        stream = iter(tensors)
-        values = [next(stream) if isinstance(v.value, torch.Tensor) else v.value for v in leaves]
-        return forward(model, **_rebuild(names, leaves, values, ref))
 
-    tensors = tuple(leaf.value for leaf in leaves if isinstance(leaf.value, torch.Tensor))
-    model.__dict__["forward"] = on_tensors
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """torch's own deprecations and logs are not the user's business."""
     disabled = logging.root.manager.disable
     try:
         with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")  # torch's own deprecations, not the user's business
-            logging.disable(logging.CRITICAL)  # a refused trace is an answer here, not an event
-            return torch.export.export(model, tensors, strict=False)
-    except ModelNewError:
-        raise
-    except Exception as error:
-        raise _not_traceable(error, ref) from error
+            warnings.simplefilter("ignore")
+            logging.disable(logging.CRITICAL)
+            yield
     finally:
         logging.disable(disabled)
-        del model.__dict__["forward"]
 
 
-def _rebuild(
-    names: Sequence[str], leaves: Sequence[Leaf], values: Sequence[Any], ref: Reference
-) -> dict[str, Any]:
+@contextlib.contextmanager
+def _explained(ref: Reference) -> Iterator[None]:
+    try:
+        yield
+    except ModelNewError:
+        raise
+    except Differs:
+        raise ModelNewError("other calls") from None
+    except Exception as error:
+        raise _not_traceable(error, ref) from error
+
+
+class _State:
+    """What of a model forward can read and change: its tensors and its plain attributes."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.modules = list(model.named_modules())
+        self.before = [
+            (dict(vars(m)), dict(m._parameters), dict(m._buffers)) for _, m in self.modules
+        ]
+
+    def texts(self) -> dict[int, str]:
+        """The Python text that reads each tensor, by the tensor's id."""
+        found: dict[int, str] = {}
+        for (path, _), (attributes, parameters, buffers) in zip(
+            self.modules, self.before, strict=True
+        ):
+            plain = {k: v for k, v in attributes.items() if not k.startswith("_")}
+            for name, value in (*parameters.items(), *buffers.items(), *plain.items()):
+                for place, leaf in pytree.tree_flatten_with_path(value)[0]:
+                    if isinstance(leaf, torch.Tensor):
+                        text = attribute_text(f"{path}.{name}" if path else name)
+                        found.setdefault(id(leaf), text + pytree.keystr(place))
+        return found
+
+    def _changes(self) -> Iterator[tuple[str, Any, Any]]:
+        """(text, old value, new value) of each attribute that is another object now."""
+        for (path, module), olds in zip(self.modules, self.before, strict=True):
+            for old, new in zip(
+                olds, (vars(module), module._parameters, module._buffers), strict=True
+            ):
+                for name, value in new.items():
+                    if value is not old.get(name):
+                        text = attribute_text(f"{path}.{name}" if path else name)
+                        yield text, old.get(name), value
+
+    def assigned(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors that forward left in attributes."""
+        for text, _, value in self._changes():
+            if isinstance(value, torch.Tensor):
+                yield text, value
+
+    def counts(self) -> list[str]:
+        """Attributes that forward gave another value which is no tensor, such as a counter."""
+        return [
+            text
+            for text, old, value in self._changes()
+            if not isinstance(value, torch.Tensor) and not equal(old, value)
+        ]
+
+    def restore(self) -> None:
+        for (_, module), olds in zip(self.modules, self.before, strict=True):
+            for old, now in zip(
+                olds, (vars(module), module._parameters, module._buffers), strict=True
+            ):
+                for name in [name for name in now if name not in old]:
+                    del now[name]
+                for name in [name for name in old if now.get(name) is not old[name]]:
+                    now[name] = old[name]
+
+
+def _rebuild(ref: Reference, leaves: Sequence[Leaf]) -> dict[str, Any]:
     """Puts leaf values back into the containers that get_inputs() gave."""
     bound = inspect.signature(ref.namespace["Model"].forward).bind(None, *ref.inputs)
     bound.apply_defaults()
-    arguments = {name: bound.arguments[name] for name in names}
+    arguments = dict(list(bound.arguments.items())[1:])
     spec = pytree.tree_structure(arguments)
-    assert spec.num_leaves == len(leaves)
-    rebuilt: dict[str, Any] = pytree.tree_unflatten(list(values), spec)
+    rebuilt: dict[str, Any] = pytree.tree_unflatten([leaf.value for leaf in leaves], spec)
     return rebuilt
 
 
 def _not_traceable(error: Exception, ref: Reference) -> ModelNewError:
     where, code = user_line(error, ref.path)
     code = f" `{code}`" if code else ""
-    if "DataDependent" in type(error).__name__ or "data-dependent" in str(error):
+    kind = type(error).__name__
+    if kind == "DynamicOutputShapeException":
+        return ModelNewError(
+            f"{where}:{code} gives a tensor whose size is known only when the model runs: keep "
+            "the sizes to what the inputs' shapes give, with masks"
+        )
+    if "DataDependent" in kind or "data-dependent" in str(error):
         return ModelNewError(
             f"{where}:{code} depends on the values of a tensor, so no fixed sequence of kernels "
             "computes it: write it with torch.where or masks"
         )
     text = next((line for line in str(error).splitlines() if line.strip()), "")
     return ModelNewError(
-        f"{where}:{code} cannot be traced: {type(error).__name__}: {text.strip()}: "
+        f"{where}:{code} cannot be traced: {kind}: {text.strip()}: "
         "check that forward runs on get_inputs()"
     )
 
 
-class _Reader:
-    """Reads one exported program; holds the names while it does."""
+def _container(ref: Reference, recorder: Recorder, value: Any) -> Ref | Output | None:
+    def inside(items: Sequence[Any]) -> tuple[Ref | Output | None, ...]:
+        return tuple(_container(ref, recorder, item) for item in items)
 
-    def __init__(
-        self, ref: Reference, model: torch.nn.Module, leaves: Sequence[Leaf], program: Any
-    ) -> None:
-        self.ref, self.model, self.program = ref, model, program
-        self.leaves = [leaf for leaf in leaves if isinstance(leaf.value, torch.Tensor)]
-        self.device = f"{self.leaves[0].text}.device" if self.leaves else "torch.device('cuda')"
-        self.names: dict[str, str] = {}
-        self.tensors: dict[str, Tensor] = {}
-        self.bindings: dict[str, str] = {}
-
-    def graph(self) -> Graph:
-        inputs = self._placeholders()
-        nodes = tuple(self._nodes())
-        return Graph(self.tensors, self.bindings, inputs, nodes, self._output())
-
-    def _placeholders(self) -> tuple[str, ...]:
-        specs = self.program.graph_signature.input_specs
-        placeholders = [n for n in self.program.graph.nodes if n.op == "placeholder"]
-        taken = {leaf.text for leaf in self.leaves}
-        leaves, inputs = iter(self.leaves), []
-        for spec, node in zip(specs, placeholders, strict=True):
-            if spec.kind.name == "USER_INPUT":
-                leaf = next(leaves)
-                text = leaf.text
-                name = text if text.isidentifier() else _free(re.sub(r"\W+", "_", text), taken)
-                inputs.append(name)
-            else:
-                name, text = _free(re.sub(r"\W", "_", spec.target), taken), self._state_text(spec)
-            self.names[node.name] = name
-            self.bindings[name] = text
-            self._define(name, node.meta["val"])
-            taken.add(name)
-        self.taken = taken
-        return tuple(inputs)
-
-    def _state_text(self, spec: Any) -> str:
-        """The text that reads a parameter, buffer or constant."""
-        if spec.kind.name == "CONSTANT_TENSOR" and not _has(self.model, spec.target):
-            value = self.program.constants[spec.target]
-            if value.numel() > 64:
-                raise ModelNewError(
-                    f"{self.ref.path}: forward makes a constant of {value.numel()} elements: "
-                    "register it as a buffer in __init__"
-                )
-            numbers = re.sub(r"\b(inf|nan)\b", r'float("\1")', str(value.tolist()))
-            return f"torch.tensor({numbers}, dtype={value.dtype}, device={self.device})"
-        return attribute_text(spec.target)
-
-    def _define(self, name: str, value: Any) -> tuple[Tensor, ...]:
-        if not isinstance(value, torch.Tensor):
-            return ()
-        tensor = Tensor(name, tuple(int(s) for s in value.shape), str(value.dtype)[6:])
-        self.tensors[name] = tensor
-        return (tensor,)
-
-    def _nodes(self) -> Iterator[Node]:
-        unknown = []
-        for node in self.program.graph.nodes:
-            if node.op != "call_function" or any(c in str(node.target) for c in CHECKS):
-                continue
-            name = self.names[node.name] = _free(node.name, self.taken)
-            self.taken.add(name)
-            source = self._source(node)
-            if node.target is operator.getitem:
-                args = (Argument("self", self._arg(node.args[0])), Argument("index", node.args[1]))
-                outputs = self._define(name, node.meta["val"])
-                views = tuple(refs_in(args[0].value))
-                yield Node("python.getitem.int", name, args, outputs, views=views, source=source)
-            elif isinstance(node.target, torch._ops.OpOverload):
-                yield self._call(node, name, source)
-            else:
-                unknown.append(f"{_at(source)}: {node.target} (higher-order operator)")
-        if unknown:
-            raise ModelNewError(
-                f"{self.ref.path}: operators that cannot be generated:\n  " + "\n  ".join(unknown)
-            )
-
-    def _call(self, node: Any, name: str, source: Source | None) -> Node:
-        schema = node.target._schema
-        args: list[Argument] = []
-        mutates: list[str] = []
-        views: list[str] = []
-        for index, spec in enumerate(schema.arguments):
-            given = index < len(node.args) or spec.name in node.kwargs
-            raw = node.args[index] if index < len(node.args) else node.kwargs.get(spec.name)
-            value = self._arg(raw if given else spec.default_value)
-            if spec.name == "cudnn_enabled":  # a setting of the machine, not of the model
-                value = Literal("torch.backends.cudnn.enabled")
-            # `Tensor? weight` of instance_norm may be None, and must be given all the same.
-            is_default = spec.has_default_value() and (not given or equal(raw, spec.default_value))
-            args.append(Argument(spec.name, value, is_default, spec.kwarg_only))
-            if spec.alias_info is not None and isinstance(value, Ref):
-                (mutates if spec.alias_info.is_write else views).append(value.name)
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and any(
-            isinstance(s, torch.SymInt) for s in value.shape
-        ):
-            raise ModelNewError(
-                f"{_at(source)}: {node.target} gives a tensor whose size is known only when the "
-                "model runs: keep the sizes to what the inputs' shapes give, with masks"
-            )
-        outputs = self._define(name, value)
-        if not outputs and not isinstance(value, tuple | list | None):
-            raise ModelNewError(
-                f"{_at(source)}: {node.target} gives a {type(value).__name__}, whose value is "
-                "known only when the model runs: keep forward to tensors"
-            )
-        random = torch.Tag.nondeterministic_seeded in node.target.tags or any(
-            argument.name == "dropout_p" and argument.value != 0.0 for argument in args
-        )
-        return Node(
-            str(node.target),
-            name,
-            tuple(args),
-            outputs,
-            tuple(mutates),
-            tuple(views),
-            random,
-            source,
-        )
-
-    def _arg(self, value: Any) -> Arg:
-        match value:
-            case torch.fx.Node():
-                return Ref(self.names[value.name])
-            case bool() | int() | float() | str() | None:
-                return value
-            case list() | tuple():
-                return tuple(self._arg(item) for item in value)
-            case torch.device():
-                # Traced on the CPU; at run time the model lives where its inputs are.
-                return Literal(self.device if value.type == "cpu" else f"torch.device({value!s})")
-            case torch.dtype() | torch.memory_format() | torch.layout() | complex():
-                return Literal(str(value))
-        raise ModelNewError(f"{self.ref.path}: an argument of type {type(value).__name__}")
-
-    def _source(self, node: Any) -> Source | None:
-        frames = re.findall(
-            r'File "([^"]+)", line (\d+), in .*\n\s*(.*)', node.meta.get("stack_trace") or ""
-        )
-        own = [frame for frame in frames if frame[0] == str(self.ref.path)]
-        if not own:
-            inner = (self._source(n) for n in self._inside(node))
-            return next((source for source in inner if source), None)
-        return Source(own[-1][0], int(own[-1][1]), own[-1][2])
-
-    def _inside(self, node: Any) -> Iterator[Any]:
-        """The nodes of the graphs that a higher-order operator is given."""
-        for given in node.args:
-            if isinstance(given, torch.fx.Node) and given.op == "get_attr":
-                module = getattr(self.program.graph_module, str(given.target))
-                yield from module.graph.nodes if hasattr(module, "graph") else ()
-
-    def _output(self) -> Ref | Output:
-        (node,) = (n for n in self.program.graph.nodes if n.op == "output")
-        results = iter(node.args[0])
-        specs = self.program.graph_signature.output_specs
-        leaves = [self._result(next(results)) for spec in specs if spec.kind.name == "USER_OUTPUT"]
-        tree = pytree.tree_unflatten(leaves, self.program.call_spec.out_spec)
-        output = self._container(tree)
-        if output is None:
-            raise self._not_tensors(None)
-        return output
-
-    def _result(self, node: Any) -> Ref | None:
-        if isinstance(node, torch.fx.Node):
-            if isinstance(node.meta["val"], torch.Tensor):
-                return Ref(self.names[node.name])
-            raise self._not_tensors(node.meta["val"])
-        if node is None:
+    match value:
+        case torch.Tensor():
+            return Ref(recorder.name_of(value))
+        case None:
             return None
-        raise self._not_tensors(node)
-
-    def _not_tensors(self, value: object) -> ModelNewError:
-        line = _forward_line(self.ref)
-        return ModelNewError(
-            f"{self.ref.path}:{line}: forward returns a {type(value).__name__}: return tensors, "
-            "or tuples, lists and dicts of them"
-        )
-
-    def _container(self, tree: Any) -> Ref | Output | None:
-        match tree:
-            case Ref() | None:
-                return tree
-            case list() | tuple() if type(tree) in (list, tuple):
-                items = tuple(self._container(item) for item in tree)
-                return Output(type(tree).__name__, items)
-            case dict() if type(tree) is dict and all(isinstance(key, str) for key in tree):
-                return Output("dict", tuple(map(self._container, tree.values())), tuple(tree))
-        raise self._not_tensors(tree)
+        case list() | tuple() if type(value) in (list, tuple):
+            return Output(type(value).__name__, inside(value))
+        case tuple() if type(value).__module__ == "torch.return_types":  # of torch.sort, torch.max
+            return Output(f"torch.return_types.{type(value).__name__}", inside(value))
+        case dict() if type(value) is dict and all(isinstance(key, str) for key in value):
+            return Output("dict", inside(list(value.values())), tuple(value))
+    raise _not_tensors(ref, value)
 
 
-def _has(model: torch.nn.Module, path: str) -> bool:
-    value: Any = model
-    for part in path.split("."):
-        if not hasattr(value, part):
-            return False
-        value = getattr(value, part)
-    return True
-
-
-def _free(name: str, taken: set[str]) -> str:
-    """`name` made a Python identifier that is not taken."""
-    name = name if name.isidentifier() else f"v_{name}"
-    while name in taken or name in ("self", "torch", "nn"):
-        name += "_"
-    return name
-
-
-def _at(source: Source | None) -> str:
-    return f"{source.file}:{source.line}" if source else "(inside a library module)"
+def _not_tensors(ref: Reference, value: object) -> ModelNewError:
+    return ModelNewError(
+        f"{ref.path}:{_forward_line(ref)}: forward returns a {type(value).__name__}: return "
+        "tensors, or tuples, lists and dicts of them"
+    )
 
 
 def _forward_line(ref: Reference) -> int:

@@ -1,13 +1,16 @@
 """Runs solution files end to end on the CPU: their own kernels, launchers, host code and class.
 
 The C++ and CUDA text that a file hands to load_inline is compiled by g++ against the stand-in
-headers of tests/cpu_runtime. Two things are changed in it: `kernel<<<...>>>(...)` becomes a call
-that runs the threads one after another, and `is_cuda()` becomes `is_cpu()`. Kernels are built with
-UndefinedBehaviorSanitizer, so that a misaligned access or an index out of bounds raises.
+headers of tests/cpu_runtime. Three things are changed in it: `kernel<<<...>>>(...)` becomes a call
+that runs the threads one after another, `__shared__` variables become memory that each block has
+anew, and `is_cuda()` becomes `is_cpu()`. In a file with `__syncthreads` a thread that waits there
+leaves its turn to the others. Kernels are built with UndefinedBehaviorSanitizer, so that a
+misaligned access or an index out of bounds raises.
 
 torch's headers cost g++ about 15 s whatever follows them, so all files of a run are built together,
 each in its own namespace. Objects are kept under the hash of all that they are made from.
-What this cannot show: kernels whose threads work together, and an `#include` that is missing.
+What this cannot show: threads that meet in memory at one moment, threads of a warp that talk to
+each other, and an `#include` that is missing.
 """
 
 from __future__ import annotations
@@ -38,7 +41,9 @@ CHECKS = "alignment,bounds,bool,enum,integer-divide-by-zero,null,shift,signed-in
 KERNEL_FLAGS = ("-O1", f"-fsanitize={CHECKS}")
 ADDRESS_FLAGS = ("-fsanitize=address",)
 
-_LAUNCH = re.compile(r"(\w+)<<<(.+?),\s*(\w+),\s*0,\s*stream>>>\(")
+_LAUNCH = re.compile(r"(\w+)<<<(.+?),\s*(\w+),\s*([\w.]+),\s*stream>>>\(")
+_SHARED_ARRAY = re.compile(r"\bextern __shared__ ([\w:]+) (\w+)\[\];")
+_SHARED_VARIABLE = re.compile(r"\b__shared__ ([\w:<>, ]+?) (\w+)((?:\[[^\]]+\])*);")
 _INCLUDE = re.compile(r"^#include .*$", re.MULTILINE)
 
 Namespace = dict[str, Any]
@@ -143,10 +148,22 @@ def _host_unit(every: Sequence[Sources]) -> str:
 
 
 def _kernel_unit(every: Sequence[Sources]) -> str:
-    launch = r"cpu_runtime::launch_kernel(\1, \2, \3, "
-    bodies = [(s.name, _LAUNCH.sub(launch, s.cuda)) for s in every]
+    bodies = [(s.name, _on_cpu(s.cuda)) for s in every]
     assert not any("<<<" in body for _, body in bodies), "a launch of a form that is not known here"
     return "#include <cuda_on_cpu.h>\n" + _in_namespaces(bodies)
+
+
+def _on_cpu(cuda: str) -> str:
+    """Launches and shared memory as calls of tests/cpu_runtime."""
+    launch = "launch_blocks" if "__syncthreads()" in cuda else "launch_threads"
+    cuda = _LAUNCH.sub(rf"cpu_runtime::{launch}(\1, \2, \3, \4, ", cuda)
+    memory = "cpu_runtime::fibers->dynamic_memory()"
+    cuda = _SHARED_ARRAY.sub(rf"\1* const \2 = static_cast<\1*>({memory});", cuda)
+    memory = r"cpu_runtime::fibers->variable(&\2_place, sizeof(\2_type))"
+    variable = rf"auto& \2 = *static_cast<\2_type*>({memory});"
+    return _SHARED_VARIABLE.sub(
+        rf"using \2_type = \1\3; static const char \2_place = 0; {variable}", cuda
+    )
 
 
 def _in_namespaces(bodies: Sequence[tuple[str, str]]) -> str:
@@ -207,8 +224,10 @@ def _compile(arguments: Sequence[str], target: Path) -> None:
 
 
 def _imported(path: Path) -> ModuleType:
-    loader = importlib.machinery.ExtensionFileLoader("solutions_on_cpu", str(path))
-    spec = importlib.util.spec_from_loader("solutions_on_cpu", loader)
+    # pybind11 gives what was loaded before under a full name; Python wants the last part of it.
+    name = f"{path.stem}.solutions_on_cpu"
+    loader = importlib.machinery.ExtensionFileLoader(name, str(path))
+    spec = importlib.util.spec_from_loader(name, loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)

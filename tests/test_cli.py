@@ -250,7 +250,7 @@ def test_explain() -> None:
     done = run("explain", MODELS / "linear_swish_tanh_gelu_hardtanh.py", MODELS / "leaky_relu.py")
     assert done.exit_code == 0, done.output
     for part in (
-        "PyTorch aten.linear.default: no pointwise operator (x = self.linear(x))",
+        "PyTorch aten.linear.default: no pointwise operator\n    x = self.linear(x)",
         "kernel add_sigmoid_mul_tanh_gelu_hardtanh",
         "reads linear float32[1024, 8192], add_value float32[8192]",
         "fixed in constructor: in_features = 8192, out_features = 8192",
@@ -326,7 +326,6 @@ RETURNS = {
     "str": "'text'",
     "NoneType": "None",
     "int": "x.shape[0]",
-    "max": "torch.max(x, 1)",
     "Pair": "Pair(x + 1, x * 2)",
 }
 PAIR = "from collections import namedtuple\n\nPair = namedtuple('Pair', 'first second')\n"
@@ -375,7 +374,9 @@ BAD: Mapping[str, Bad] = {
         forward("        if x.sum() > 0:  # here\n            return x * 2\n        return x"),
         r"depends on the values of a tensor.*torch\.where",
     ),
-    "calls_item": Bad(forward("        return x * x.max().item()  # here"), "keep forward to"),
+    "calls_item": Bad(
+        forward("        return x * x.max().item()  # here"), "depends on the values of a tensor"
+    ),
     "size_by_data": Bad(
         forward("        return torch.nonzero(x)  # here"), r"depends on the values|known only when"
     ),
@@ -415,10 +416,6 @@ BAD: Mapping[str, Bad] = {
             changed("[torch.randn(rows, 8)]", "[torch.randn(rows, 8), 3]"),
         ),
         r"get_inputs\(\) does not fit forward: too many positional arguments",
-    ),
-    "no_grad_inside": Bad(
-        forward("        with torch.no_grad():\n            y = x * 2  # here\n        return y"),
-        "cannot be generated",
     ),
     "cond": Bad(
         forward("        return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))  # here"),

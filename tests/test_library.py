@@ -112,7 +112,7 @@ def test_a_0_dim_tensor_is_asked_for_anew() -> None:
 WITHOUT = {
     "nn.InstanceNorm1d(6)": "torch.randn(4, 6, 10)",
     "nn.InstanceNorm2d(6, track_running_stats=True)": "torch.randn(4, 6, 5, 5)",
-    "nn.BatchNorm1d(6, affine=False)": "torch.randn(4, 6)",
+    "nn.BatchNorm1d(6, affine=False, track_running_stats=False)": "torch.randn(4, 6)",
     "nn.BatchNorm2d(6, affine=False, track_running_stats=False)": "torch.randn(4, 6, 5, 5)",
     "nn.LayerNorm(6, elementwise_affine=False)": "torch.randn(4, 6)",
     "nn.GroupNorm(2, 6, affine=False)": "torch.randn(4, 6, 5)",

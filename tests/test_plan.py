@@ -664,7 +664,9 @@ def test_dead_code_is_dropped(subject: Get) -> None:
 
 
 def test_kernel_names_are_different_identifiers(subject: Get) -> None:
-    assert [k.name for k in subject("names").plan.kernels] == ["mul_add", "mul_add_2", "mul_add_3"]
+    made = subject("names").plan
+    steps = [step.name for step in made.steps if isinstance(step, Pointwise)]
+    assert (steps, len(made.kernels)) == (["mul_add"] * 3, 1), "one kernel for all that are alike"
     for name in [*NAMES, *TEXTS]:
         names = [k.name for k in subject(name).plan.kernels]
         assert len(set(names)) == len(names)

@@ -152,7 +152,7 @@ def test_fast_p_by_hand() -> None:
     assert found.baselines == ["eager"]
     assert found.counts == {
         "tasks": 5, "right": 3, "wrong": 1, "failed": 0, "not verified": 0,
-        "other text verified": 0, "degenerate": 1, "disagreements": 0,
+        "other text verified": 0, "degenerate": 1, "algebra": 0, "disagreements": 0,
     }  # fmt: skip
 
 

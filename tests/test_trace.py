@@ -252,13 +252,22 @@ def test_other_ways_to_read_the_digits_are_guarded(traced: Trace, expression: st
             assert number in (1, pytest.approx(0.3), pytest.approx(1.3498588075760032, rel=1e-14))
 
 
-def test_an_attribute_that_forward_makes_a_tensor_of_is_guarded(traced: Trace) -> None:
+def test_an_attribute_that_forward_makes_a_tensor_of_stays_live(traced: Trace) -> None:
     init = "self.bound, self.scale = bound, scale"
     graph = traced(
         body("torch.minimum(x, torch.tensor(self.bound)) * self.scale"), init=init,
         signature=", bound, scale", arguments="0.5, 2.0",
     )  # fmt: skip
-    assert guards(graph)["bound"] == "0.5"
+    assert guards(graph) == {}
+    assert list(graph.numbers.values()) == [Live("self.bound", 0.5)]
+    assert "torch.tensor(self.bound, dtype=torch.float32, device=x.device)" in (
+        graph.bindings.values()
+    )
+
+
+def test_a_tensor_of_what_was_rounded_away_is_guarded(traced: Trace) -> None:
+    graph = traced(body("x * torch.tensor(self.scale, dtype=torch.float16)"), **SCALE)
+    assert guards(graph) == {"scale": "0.3"}
 
 
 def test_a_size_that_forward_makes_a_tensor_of_is_pinned(traced: Trace) -> None:
@@ -332,7 +341,53 @@ def test_integer_that_is_a_dimension_and_not_a_scalar(traced: Trace) -> None:
     [("nn.Dropout(0.5)", True), ("nn.BatchNorm1d(7)", True), ("nn.ReLU()", None)],
 )
 def test_training_mode(traced: Trace, module: str, mode: bool | None) -> None:
-    assert traced(body("self.layer(x)"), init=f"self.layer = {module}").training is mode
+    graph = traced(body("self.layer(x)"), init=f"self.layer = {module}")
+    assert graph.training is mode
+    assert (graph.other.training if graph.other else None) is (False if mode else None)
+
+
+def test_a_part_that_is_frozen_is_checked(traced: Trace) -> None:
+    """self.norm.eval() in the constructor is neither of the two modes; train() ends it."""
+    init = "self.norm, self.drop = nn.BatchNorm1d(7), nn.Dropout(0.5)\nself.norm.eval()"
+    graph = traced(body("self.drop(self.norm(x))"), init=init)
+    assert pins(graph)["self.norm.training"] == "False"
+
+
+# --- what forward leaves behind ------------------------------------------------------------------
+
+
+def test_tensors_that_forward_leaves_in_attributes(traced: Trace) -> None:
+    graph = traced(
+        "def forward(self, x):\n    self.hidden = torch.tanh(x + self.hidden)\n"
+        "    return self.hidden * 2",
+        init="self.hidden = torch.zeros(3, 7)",
+    )
+    assert graph.assigned == (("self.hidden", Ref("tanh")),)
+    assert graph.output == Ref("mul")
+
+
+def test_a_buffer_that_forward_replaces(traced: Trace) -> None:
+    graph = traced(
+        "def forward(self, x):\n    self.mean = self.mean * 0.9 + x.mean(0) * 0.1\n"
+        "    return x - self.mean",
+        init="self.register_buffer('mean', torch.zeros(7))",
+    )
+    assert graph.assigned == (("self.mean", Ref("add")),)
+
+
+def test_a_counter_that_decides_nothing_is_let_go(traced: Trace) -> None:
+    graph = traced(
+        "def forward(self, x):\n    self.calls += 1\n    return x * 2", init="self.calls = 0"
+    )
+    assert [node.op for node in graph.nodes] == ["aten.mul.Tensor"]
+
+
+def test_a_counter_that_decides_the_result_is_refused(traced: Trace) -> None:
+    with pytest.raises(ModelNewError, match=r"forward changes self\.calls"):
+        traced(
+            "def forward(self, x):\n    self.calls += 1\n    return x * self.calls",
+            init="self.calls = 0",
+        )
 
 
 # --- sizes ---------------------------------------------------------------------------------------

@@ -22,7 +22,8 @@ def child(payload: Json, report: Report) -> Json:
     still be measured beside a solution from elsewhere: "plan" is then None and `plan_message`
     says why.
     """
-    about = describe_plan(Path(payload["reference"]), payload["overrides"])
+    algebra = payload.get("algebra", False)
+    about = describe_plan(Path(payload["reference"]), payload["overrides"], algebra=algebra)
     report({"started": "build"})
     begin = time.perf_counter()
     try:
@@ -33,10 +34,10 @@ def child(payload: Json, report: Report) -> Json:
     return {**about, "status": "ok", "message": "", "build_seconds": seconds}
 
 
-def describe_plan(reference: Path, overrides: Mapping[str, str]) -> Json:
+def describe_plan(reference: Path, overrides: Mapping[str, str], *, algebra: bool = False) -> Json:
     """What the plan says of a task: its text, least bytes moved, kind, number of kernels."""
     try:
-        _, plan = planned(reference, overrides)
+        _, plan = planned(reference, overrides, algebra=algebra)
     except Exception as error:
         blank = dict.fromkeys(("plan", "bytes_moved", "kind", "kernels"))
         message = str(error) if isinstance(error, ModelNewError) else describe(error)

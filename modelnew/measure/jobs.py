@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from modelnew.files import sha256
+from modelnew.files import algebra_lines, sha256
 from modelnew.measure.child import Json, Limits, run_child
 
 GROUPS = ("state", "own", "sizes", "layouts", "values", "behaviour", "constructor", "large")
@@ -177,16 +177,18 @@ def disagreement(row: Json) -> Json | None:
     text = f"ours: {said[ours]} {row['message']}\nKernelBench: {said[not ours]} {theirs['message']}"
     if theirs.get("reference_correct") is False:
         text += "\nIts evaluation calls the reference itself wrong too."
-    kept = {key: row[key] for key in ("reference", "solution", "sha256", "device", "torch", "cuda")}
+    names = ("reference", "solution", "sha256", "algebra", "device", "torch", "cuda")
+    kept = {key: row[key] for key in names if key in row}
     return {"task": "disagreement", **kept, "status": "disagree", "message": text}
 
 
 def _files(job: Job) -> Json:
     try:
-        digest = sha256(job.solution)
+        digest, algebra = sha256(job.solution), bool(algebra_lines(job.solution))
     except OSError:
-        digest = ""
-    return {"reference": str(job.reference), "solution": str(job.solution), "sha256": digest}
+        digest, algebra = "", False
+    paths = {"reference": str(job.reference), "solution": str(job.solution)}
+    return {**paths, "sha256": digest, "algebra": algebra}
 
 
 def _kept(built: Json) -> Json:

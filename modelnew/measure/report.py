@@ -28,6 +28,10 @@ SLOWER = 0.97  # of eager's speed: below it a task is called slower, above it is
 NOTABLE_SPREAD = 0.1  # of the median, in rows that carry no warnings of their own
 VERDICTS = ("right", "wrong", "failed", "not verified", "other text verified", "degenerate")
 MISSING = "\u2013"
+ALGEBRA_TEXT = (
+    "Rendered with algebra, and counted in this table alone: formulas that are equal in real "
+    "arithmetic, with fewer operations than the reference asks for."
+)
 ADVICE = "the report's charts need a package that is not installed: pip install vl-convert-python"
 
 
@@ -67,6 +71,11 @@ class Task:
     @property
     def degenerate(self) -> list[str]:
         return _texts(self.verify.get("degenerate"))
+
+    @property
+    def algebra(self) -> bool:
+        """Whether the solution computes a formula that is equal in real arithmetic alone."""
+        return any(row.get("algebra") is True for row in self.rows.values())
 
     @cached_property
     def verdict(self) -> str:
@@ -176,10 +185,14 @@ def _check_line(check: Mapping[str, Any]) -> str:
 
 
 def merge(rows: Iterable[Mapping[str, Any]]) -> list[Task]:
-    """One entry a reference, sorted as people count; of rows of one kind the last one holds."""
+    """One entry a reference, sorted as people count; of rows of one kind the last one holds.
+
+    A reference rendered with algebra too is another entry.
+    """
     found: dict[str, dict[str, Json]] = {}
     for row in rows:
         name = "/".join(re.split(r"[/\\]+", str(row["reference"]))[-2:])
+        name += " (algebra)" if row.get("algebra") is True else ""
         found.setdefault(name, {})[task_kind(row)] = dict(row)
     for kinds in found.values():
         if "bench" in kinds or "verify" in kinds:
@@ -190,9 +203,10 @@ def merge(rows: Iterable[Mapping[str, Any]]) -> list[Task]:
 
 @dataclass(frozen=True)
 class Summary:
-    """The tasks of a report and the numbers of them all."""
+    """The tasks of a report and the numbers of those without algebra, or of those with it."""
 
     tasks: Sequence[Task]
+    algebra: bool = False
 
     @cached_property
     def speed_only(self) -> bool:
@@ -202,7 +216,14 @@ class Summary:
     @cached_property
     def counted(self) -> list[Task]:
         """Any answer is right in a degenerate task, so those prove nothing."""
-        return [task for task in self.tasks if task.verdict != "degenerate"]
+        own = (task for task in self.tasks if task.algebra == self.algebra)
+        return [task for task in own if task.verdict != "degenerate"]
+
+    @cached_property
+    def with_algebra(self) -> Summary | None:
+        """The same tasks, those with algebra counted instead; None where there is none."""
+        found = not self.algebra and any(task.algebra for task in self.tasks)
+        return Summary(self.tasks, algebra=True) if found else None
 
     @cached_property
     def right(self) -> list[Task]:
@@ -215,7 +236,8 @@ class Summary:
         verdicts = Counter(task.verdict for task in self.tasks)
         counts = {"tasks": len(self.tasks), **{name: verdicts[name] for name in VERDICTS}}
         disagreements = sum("disagreement" in task.rows for task in self.tasks)
-        return {**counts, "disagreements": disagreements}
+        algebra = sum(task.algebra for task in self.tasks)
+        return {**counts, "algebra": algebra, "disagreements": disagreements}
 
     @cached_property
     def baselines(self) -> list[str]:
@@ -348,8 +370,8 @@ def html(rows: Sequence[Json]) -> str:
     """The whole report as one page that needs no network and no server."""
     results = Summary(merge(rows))
     return _environment().get_template("report.html.jinja").render(
-        results=results, baselines=BASELINES, shown_p=SHOWN_P, slower=SLOWER,
-        verdicts=VERDICTS, kinds=charts.KINDS, specs=charts.specs(results), missing=MISSING,
+        results=results, baselines=BASELINES, shown_p=SHOWN_P, slower=SLOWER, verdicts=VERDICTS,
+        kinds=charts.KINDS, specs=charts.specs(results), missing=MISSING, algebra_text=ALGEBRA_TEXT,
         palettes=[charts.LIGHT, charts.DARK], bundle=_bundle(),
     )  # fmt: skip
 
@@ -424,14 +446,21 @@ def _headline_lines(results: Summary) -> list[str]:
         for m in results.machines
     ]
     if results.baselines:
-        head = ["baseline", *(f"fast_{p:g}" for p in SHOWN_P), "geometric mean", "tasks"]
-        body = [
-            [BASELINES[name], *(share_text(results.fast(name, p)) for p in SHOWN_P),
-             times_text(results.geomean(name)), str(len(results.speedups(name)))]
-            for name in results.baselines
-        ]  # fmt: skip
-        parts += [_table(head, body), f"Slower than {SLOWER} of eager: {len(results.slower)}."]
+        parts += [_speed_table(results)]
+        parts += [f"Slower than {SLOWER} of eager: {len(results.slower)}."]
+        if results.with_algebra:
+            parts += [ALGEBRA_TEXT, _speed_table(results.with_algebra)]
     return parts
+
+
+def _speed_table(results: Summary) -> str:
+    head = ["baseline", *(f"fast_{p:g}" for p in SHOWN_P), "geometric mean", "tasks"]
+    body = [
+        [BASELINES[name], *(share_text(results.fast(name, p)) for p in SHOWN_P),
+         times_text(results.geomean(name)), str(len(results.speedups(name)))]
+        for name in results.baselines
+    ]  # fmt: skip
+    return _table(head, body)
 
 
 def _task_table(results: Summary) -> str:

@@ -33,7 +33,9 @@ class Op:
     `result` is "float" or "bool". A function `f` that `expr` calls and that CUDA does not have
     is templates/device/f.cuh. `domain` bounds the values that its tests draw, `attrs` gives test
     values for scalar arguments. `accepts` says which constant arguments the row covers.
-    `dense_result` marks what PyTorch lays out densely whatever its operands' strides.
+    `dense_result` marks what PyTorch lays out densely whatever its operands' strides. `channel`
+    names the parameters that hold one value a channel: they lie along the second dimension of x.
+    `refusal` says why a call that `accepts` does not cover is none for a kernel.
     """
 
     name: str
@@ -45,6 +47,8 @@ class Op:
     accepts: Callable[[Values], bool] | None = None
     dense_result: bool = False
     formula: str | None = None
+    channel: tuple[str, ...] = ()
+    refusal: str = "constant arguments that its row does not cover"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -65,6 +69,25 @@ class Op:
             return f"({text})" if signed else text
 
         return re.sub(r"\b[A-Za-z_]\w*\b", replaced, expr)
+
+
+def used_values(node: Node) -> list[Arg]:
+    """The arguments that the expression of `node` names."""
+    op = find(node)
+    assert op is not None
+    values = {name: value for name, value in op.values(node).items() if value is not None}
+    texts = {name: name for name, value in values.items() if not isinstance(value, str)}
+    named = re.findall(r"\w+", op.text(node, texts))
+    return [value for name, value in values.items() if name in named]
+
+
+def channel_operands(node: Node) -> tuple[str, ...]:
+    """The tensors that `node` reads as one value a channel."""
+    op = find(node)
+    if op is None or not op.channel:
+        return ()
+    values = op.values(node)
+    return tuple(v.name for name in op.channel if isinstance(v := values[name], Ref))
 
 
 def float_literal(value: float) -> str:
@@ -109,7 +132,7 @@ def why_not(node: Node, graph: Graph) -> str | None:
     if len(node.args) > len(op.names) and any(not a.default for a in node.args[len(op.names) :]):
         return "an argument that its row does not know"
     if op.accepts is not None and not op.accepts(values):
-        return "constant arguments that its row does not cover"
+        return op.refusal
     if not all(_scalar_or_tensor(value) for value in values.values()):
         return "an argument that is no number"
     return None
@@ -134,10 +157,10 @@ def _dtype_reason(op: Op, output: Tensor, operands: list[Tensor]) -> str | None:
 
 
 def _registry() -> dict[str, Op]:
-    from modelnew.ops import activations, arithmetic, logic, unary
+    from modelnew.ops import activations, arithmetic, channels, logic, unary
 
     rows: dict[str, Op] = {}
-    for module in (arithmetic, unary, activations, logic):
+    for module in (arithmetic, unary, activations, logic, channels):
         for row in module.ROWS:
             if row.name in rows:
                 raise ValueError(f"operator {row.name} has two rows")

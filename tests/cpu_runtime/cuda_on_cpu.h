@@ -1,4 +1,5 @@
-// What nvcc would provide: enough of CUDA to run kernels of independent threads on the host.
+// What nvcc would provide: enough of CUDA to run kernels on the host, those too whose threads share
+// memory and wait for each other at __syncthreads.
 #pragma once
 #include <math.h>
 #include <setjmp.h>
@@ -13,10 +14,13 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <fibers.h>
+
 #undef __global__
 #undef __device__
 #undef __host__
 #undef __launch_bounds__
+#undef __shared__  // cpu.py writes it out
 #define __global__
 #define __device__
 #define __host__
@@ -28,6 +32,11 @@ inline unsigned __float_as_uint(float x) { return std::bit_cast<unsigned>(x); }
 inline float __int_as_float(int x) { return std::bit_cast<float>(x); }
 inline float __uint_as_float(unsigned x) { return std::bit_cast<float>(x); }
 inline unsigned __umulhi(unsigned x, unsigned y) { return (uint64_t(x) * y) >> 32; }
+inline unsigned __brev(unsigned x) {
+    unsigned reversed = 0;
+    for (int bit = 0; bit < 32; ++bit) reversed |= (x >> bit & 1) << (31 - bit);
+    return reversed;
+}
 inline float __fmaf_rn(float x, float y, float z) { return fmaf(x, y, z); }
 inline float __fmul_rn(float x, float y) { return x * y; }
 inline float __fadd_rn(float x, float y) { return x + y; }
@@ -39,19 +48,27 @@ T __ldg(const T* from) {
 
 namespace cpu_runtime {
 
-struct Index {
-    unsigned x, y, z;
-};
-inline Index block, thread;
 inline cudaError_t last_error = cudaSuccess;
 inline jmp_buf* launch = nullptr;  // where a fault in a running kernel returns to
 inline char fault[256];
 
 [[noreturn]] inline void report(const char* what, const char* file, unsigned line) {
     snprintf(fault, sizeof fault, "%s in a kernel, %s:%u", what, file, line);
+    if (fibers != nullptr) fibers->fail();
     if (launch != nullptr) longjmp(*launch, 1);
     fprintf(stderr, "%s\n", fault);
     abort();
+}
+
+inline bool allowed(int64_t grid, int64_t threads, int64_t bytes) {
+    if (grid <= 0 || grid > INT32_MAX || threads <= 0 || threads > 1024) {
+        last_error = cudaErrorInvalidConfiguration;
+    } else if (bytes > 48 << 10) {
+        last_error = cudaErrorInvalidValue;
+    } else {
+        return true;
+    }
+    return false;
 }
 
 template <typename... Parameters>
@@ -62,14 +79,12 @@ void run_threads(void (*kernel)(Parameters...), unsigned grid, unsigned threads,
     }
 }
 
-// kernel<<<grid, threads, 0, stream>>>(arguments...): a fault becomes an exception.
+// kernel<<<grid, threads, bytes, stream>>>(arguments...) for threads that are independent: a fault
+// becomes an exception.
 template <typename... Parameters, typename... Arguments>
-void launch_kernel(void (*kernel)(Parameters...), int64_t grid, int64_t threads,
-                   Arguments... arguments) {
-    if (grid <= 0 || grid > INT32_MAX || threads <= 0 || threads > 1024) {
-        last_error = cudaErrorInvalidConfiguration;
-        return;
-    }
+void launch_threads(void (*kernel)(Parameters...), int64_t grid, int64_t threads, int64_t bytes,
+                    Arguments... arguments) {
+    if (!allowed(grid, threads, bytes)) return;
     jmp_buf here;
     launch = &here;
     if (setjmp(here) == 0) {
@@ -79,6 +94,20 @@ void launch_kernel(void (*kernel)(Parameters...), int64_t grid, int64_t threads,
         launch = nullptr;
         throw std::runtime_error(fault);
     }
+}
+
+// The same for threads that work together.
+template <typename... Parameters, typename... Arguments>
+void launch_blocks(void (*kernel)(Parameters...), int64_t grid, int64_t threads, int64_t bytes,
+                   Arguments... arguments) {
+    if (!allowed(grid, threads, bytes)) return;
+    Block fibers_of_block([&] { kernel(Parameters(arguments)...); }, threads, bytes);
+    fibers = &fibers_of_block;
+    bool right = true;
+    for (block = thread = {}; block.x < grid && right; ++block.x) right = fibers->run();
+    fibers = nullptr;
+    if (fibers_of_block.complaint != nullptr) throw std::runtime_error(fibers_of_block.complaint);
+    if (!right) throw std::runtime_error(fault);
 }
 
 }  // namespace cpu_runtime

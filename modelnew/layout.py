@@ -1,0 +1,428 @@
+"""Chooses the memory layout that convolutions run in, and where it changes.
+
+cuDNN's float32 kernels are written for channels_last: a convolution over a contiguous tensor is
+one transposition in, one kernel, one transposition out. A plan that keeps the tensors between
+convolutions in channels_last pays for the transpositions once, at the edges, and where a kernel of
+ours writes the value anyway it writes it in the other layout for nothing.
+
+Seen from outside nothing changes: what a model returns has the strides that the reference's has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+from modelnew.ir import Arg, Argument, Graph, Literal, Node, Ref, Tensor
+from modelnew.names import renamed, with_results
+
+CONTIGUOUS, CHANNELS_LAST = "contiguous", "channels_last"
+
+CONVOLUTIONS = (
+    "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
+)  # fmt: skip
+
+# Library calls whose kernels read either layout equally well and give the result in the same.
+TRANSPARENT = (
+    "max_pool2d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "cat", "dropout",
+    "upsample_nearest2d", "upsample_bilinear2d",
+)  # fmt: skip
+
+# Reductions that read either layout equally well over all that is behind the channels.
+REDUCTIONS = ("sum", "mean")
+
+# Milliseconds a gigabyte on an H200 (cuDNN 9.15, float32), medians over 430 convolutions, those of
+# KernelBench and random ones. What channels_last saves, by the bytes of operand and result:
+SAVED = 0.5  # kernels of more than one element: 0.37 (5 x 9) to 0.95
+SAVED_THIN = 0.25  # fewer than 16 channels on one side
+SAVED_THIN_TRANSPOSED = 0.7
+SAVED_DEPTHWISE = 0.85  # 3 x 3 and 5 x 5; others are slower in channels_last (13.2 for 2.3 ms)
+# conv_transpose3d of stride 1 runs 3 to 5 times faster with the plan that cuDNN finds by trying
+# than with the one it guesses, in either layout (8.9 and 2.2 ms for [8, 48, 64, 64, 64]).
+SAVED_BY_TRYING = 4.0
+# By the bytes of the operand: batch normalization in training of over 550,000 elements a channel
+# (2.21 and 0.86 ms for [64, 64, 254, 254]) and of fewer (0.068 and 0.062 for
+# [16, 128, 64, 64]), and softmax over the channels as one over a dense last dimension (2.83 and
+# 0.57 ms for [64, 64, 254, 254]).
+SAVED_BATCH_NORM, SAVED_SMALL_BATCH_NORM, SAVED_SOFTMAX = 1.2, 0.05, 2.0
+# A copy into the other layout by a kernel of ours, by the bytes of the tensor, and what it costs a
+# kernel that writes the value anyway.
+COPY, COPY_IN_PASSING = 0.57, 0.06
+# PyTorch adds the bias of a convolution in a pass of its own; the copy does it in passing.
+BIAS_PASS = 0.48
+# What a call costs the host; a model of small tensors is bound by that (MobileNetV1 with 10 images
+# spends 2.6 ms on 80 calls).
+LAUNCH_MS = 0.02
+# What is left of a saving has to be worth a change.
+WORTH_MS = 0.002
+# In channels_last slower, so that they read a copy: avg_pool2d (1.66 for 0.77 ms), max_pool3d
+# (0.23 for 0.15), min over channels (1.87 for 0.49), logsumexp over channels (3.3 for 1.9),
+# group_norm and instance_norm (3.2 for 1.3).
+
+# Settings of the machine that a convolution's call reads by itself.
+CUDNN = Literal("torch.backends.cudnn.enabled")
+ALLOW_TF32 = Literal("torch.backends.cudnn.allow_tf32")
+
+Formats: TypeAlias = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """A graph with its changes of layout, the layout that kernels write results in, and by result
+    the tensors whose layout the reference's result has: contiguous unless one is channels_last."""
+
+    graph: Graph
+    formats: Formats = field(default_factory=dict)
+    origins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def choose(graph: Graph, reasons: Mapping[str, str | None]) -> Layouts:
+    """Runs those convolutions in channels_last for which that saves time, by the costs above.
+
+    `reasons` is None for nodes of kernels. A graph for which nothing is saved comes back as it is.
+    """
+    able = {name: ms for name, ms in _savings(graph).items() if ms > 0.0}
+    if not able:
+        return Layouts(graph)
+
+    visits = _visits(graph, reasons)
+
+    def cost(chosen: frozenset[str]) -> float:
+        return _Walk(graph, visits, chosen).cost() - sum(able[name] for name in chosen)
+
+    chosen = frozenset(able)
+    lowest = cost(chosen)
+    for name in able:
+        fewer = chosen - {name}
+        if (lower := cost(fewer)) <= lowest:
+            chosen, lowest = fewer, lower
+    if not chosen or lowest >= -WORTH_MS:
+        return Layouts(graph)
+    return _Walk(graph, visits, chosen).apply()
+
+
+# --- what a convolution saves ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """A convolution's sizes, in the terms that its speed depends on."""
+
+    transposed: bool
+    dims: int
+    channels: tuple[int, int]
+    groups: int
+    kernel: tuple[int, ...]
+    stride: int
+    gigabytes: float
+
+    @property
+    def depthwise(self) -> bool:
+        return self.groups > 1 and self.channels == (self.groups, self.groups)
+
+    @property
+    def tries(self) -> bool:
+        """Whether the plan that cuDNN guesses is far from its best; see SAVED_BY_TRYING."""
+        wide = min(self.channels) >= 16 and self.groups == 1
+        return self.transposed and self.dims == 3 and self.stride == 1 and wide
+
+
+def convolution(graph: Graph, node: Node) -> Convolution | None:
+    """The sizes of a convolution of a batch of images or volumes; None for any other node."""
+    if node.packet not in CONVOLUTIONS or len(node.outputs) != 1:
+        return None
+    x, weight = (graph.tensors[name] for name in node.reads[:2])
+    (out,) = node.outputs
+    groups, stride = node.value("groups"), node.value("stride")
+    dims = len(weight.shape) - 2
+    if dims < 2 or len(x.shape) != dims + 2 or not isinstance(groups, int):
+        return None
+    steps = stride if isinstance(stride, tuple) else (stride,)
+    return Convolution(
+        "transpose" in node.packet, dims, (x.shape[1], out.shape[1]), groups, weight.shape[2:],
+        max(s for s in steps if isinstance(s, int)), (x.bytes + out.bytes) / 1e9,
+    )  # fmt: skip
+
+
+def _savings(graph: Graph) -> dict[str, float]:
+    """Milliseconds that channels_last saves each node that can run in it; 0 where it must not.
+
+    With 16 channels and more on both sides cuDNN runs in TF32 in both layouts, as PyTorch lets it
+    by default. With fewer it runs some contiguous convolutions in float32, and every one in
+    channels_last in TF32 (33 of 430): that is only done where another convolution of the graph is
+    in TF32 anyway, so that the error of the whole is not another one.
+    """
+    found = {node.result: c for node in graph.nodes if (c := convolution(graph, node)) is not None}
+    wide = any(c.groups == 1 and min(c.channels) >= 16 for c in found.values())
+    savings = {name: _saving(c, wide) for name, c in found.items()}
+    for node in graph.nodes:
+        if _is_choice(graph, node) and node.result not in savings:
+            savings[node.result] = _saving_of_rows(node, graph.tensors[node.reads[0]])
+    return savings
+
+
+def _saving_of_rows(node: Node, operand: Tensor) -> float:
+    rate = SAVED_SOFTMAX
+    if node.packet == "batch_norm":
+        a_channel = operand.shape[0] * math.prod(operand.shape[2:])
+        rate = SAVED_BATCH_NORM if a_channel > 550_000 else SAVED_SMALL_BATCH_NORM
+    return rate * operand.bytes / 1e9
+
+
+def _saving(c: Convolution, any_wide: bool) -> float:
+    if c.depthwise:
+        square = c.kernel in ((3, 3), (5, 5)) and not c.transposed
+        return SAVED_DEPTHWISE / c.stride * c.gigabytes if square else 0.0
+    if c.groups > 1:
+        return 0.0
+    if min(c.channels) < 16:
+        # Large transposed ones run in TF32 in both layouts (12 of 12 above 100 MB).
+        if c.transposed and c.gigabytes > 0.1 and c.channels[1] >= 16:
+            return SAVED_THIN_TRANSPOSED * c.gigabytes
+        return SAVED_THIN * c.gigabytes if any_wide else 0.0
+    if math.prod(c.kernel) == 1:
+        return 1e-6  # a product with each element's channels: equally fast in both layouts
+    if c.transposed and c.dims == 3 and c.stride > 1 and math.prod(c.kernel) > 100:
+        return 0.0  # cuDNN guesses a float32 plan (40 ms for [16, 32, 32, 32, 32]) or not
+    return (SAVED_BY_TRYING if c.tries else SAVED) * c.gigabytes
+
+
+def _is_choice(graph: Graph, node: Node) -> bool:
+    """Whether `node` runs in channels_last or not as is chosen, whatever its operand lies in."""
+    if not node.reads or not has_layout(graph, node.reads[0]):
+        return False
+    match node.packet:
+        case "batch_norm":
+            return node.value("training") is True
+        case "softmax":
+            return node.value("dim") in (1, 1 - len(graph.tensors[node.reads[0]].shape))
+    return node.packet in CONVOLUTIONS
+
+
+# --- where layouts change -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Visit:
+    """What a walk has to know of a node: its kind and the operands that have a layout.
+
+    The layout of a result is that of `following`, those operands that are as large as the result.
+    """
+
+    name: str
+    kind: str  # "kernel", "choice", "transparent", "reduction" or "other"
+    operands: tuple[str, ...]
+    following: tuple[str, ...]
+    small: bool  # one element a channel, which lies alike in both layouts
+
+
+def _visits(graph: Graph, reasons: Mapping[str, str | None]) -> list[_Visit]:
+    return [_visit(graph, node, reasons[node.result] is None) for node in graph.nodes]
+
+
+def _visit(graph: Graph, node: Node, by_kernel: bool) -> _Visit:
+    operands = tuple(name for name in dict.fromkeys(node.reads) if has_layout(graph, name))
+    spatial = node.outputs[0].shape[2:] if node.outputs else ()
+    following = operands
+    kind = "other"
+    if by_kernel:
+        kind = "kernel"
+        following = tuple(n for n in operands if graph.tensors[n].shape[2:] == spatial)
+    elif _is_choice(graph, node):
+        kind, operands = "choice", operands[:1]
+    elif node.packet in TRANSPARENT and (node.packet != "cat" or node.value("dim") == 1):
+        kind = "transparent"
+    elif node.packet in REDUCTIONS and _over_all_behind(graph, node):
+        kind, following = "reduction", ()
+    small = node.packet == "adaptive_avg_pool2d" and set(spatial) == {1}
+    return _Visit(node.result, kind, operands, following, small)
+
+
+def _over_all_behind(graph: Graph, node: Node) -> bool:
+    """Whether a reduction runs over all dimensions behind the channels."""
+    dims = next((a.value for a in node.args if a.name == "dim"), None)
+    rank = len(graph.tensors[node.reads[0]].shape)
+    found = {d % rank for d in dims if isinstance(d, int)} if isinstance(dims, tuple) else set()
+    return found == set(range(2, rank))
+
+
+def has_layout(graph: Graph, name: str) -> bool:
+    return name in graph.tensors and len(graph.tensors[name].shape) in (4, 5)
+
+
+class _Walk:
+    """One choice of convolutions to run in channels_last, followed through the graph."""
+
+    def __init__(self, graph: Graph, visits: Sequence[_Visit], chosen: frozenset[str]) -> None:
+        self.graph, self.visits, self.chosen = graph, visits, chosen
+        self.by_kernel = {visit.name for visit in visits if visit.kind == "kernel"}
+        self.biased = {
+            node.result
+            for node in graph.nodes
+            if node.packet in CONVOLUTIONS and node.value("bias") is not None
+        }
+        self.last: set[str] = set()  # what lies in channels_last by nature
+        self.wanted: dict[str, set[str]] = {}
+        for visit in visits:
+            self._follow(visit)
+        for name in graph.results:
+            if has_layout(graph, name):
+                self._want((name,), CONTIGUOUS)
+
+    def cost(self) -> float:
+        """Milliseconds that the changes of layout cost."""
+        return sum(self._cost_of_change(name) for name in self.wanted)
+
+    def _follow(self, visit: _Visit) -> None:
+        last = [name in self.last for name in visit.following]
+        match visit.kind:
+            case "kernel":
+                given = any(last)
+            case "choice":
+                given = visit.name in self.chosen
+                self._want(visit.operands, CHANNELS_LAST if given else CONTIGUOUS)
+            case "transparent":
+                given = bool(last) and all(last)
+                self._want(visit.operands, CHANNELS_LAST if given else CONTIGUOUS)
+            case "reduction":
+                given = False
+            case _:
+                given = False
+                self._want(visit.operands, CONTIGUOUS)
+        if given and not visit.small:
+            self.last.add(visit.name)
+
+    def _want(self, names: Sequence[str], layout: str) -> None:
+        for name in names:
+            self.wanted.setdefault(name, set()).add(layout)
+
+    def _natural(self, name: str) -> str:
+        return CHANNELS_LAST if name in self.last else CONTIGUOUS
+
+    # --- what a change costs ----------------------------------------------------------------
+
+    def _written(self, name: str) -> str | None:
+        """The layout that a kernel is told to write `name` in, where it is not its natural one."""
+        wanted = self.wanted.get(name, set())
+        if name not in self.by_kernel or len(wanted) != 1 or self._natural(name) in wanted:
+            return None
+        return next(iter(wanted))
+
+    def _cost_of_change(self, name: str) -> float:
+        natural = CHANNELS_LAST if name in self.last else CONTIGUOUS
+        if self.wanted[name] == {natural}:
+            return 0.0
+        gigabytes = self.graph.tensors[name].bytes / 1e9
+        if self._written(name) is not None:
+            return COPY_IN_PASSING * gigabytes
+        passed = BIAS_PASS if name in self.biased and self.wanted[name] == {CONTIGUOUS} else 0.0
+        return (COPY - passed) * gigabytes + LAUNCH_MS
+
+    # --- the graph --------------------------------------------------------------------------
+
+    def apply(self) -> Layouts:
+        """The graph with the copies that are left, and the layouts that kernels write."""
+        formats = {name: f for name in self.wanted if (f := self._written(name)) is not None}
+        copies = {
+            (name, layout): f"{name}_{layout}"
+            for name, wanted in self.wanted.items()
+            for layout in wanted
+            if layout != formats.get(name, self._natural(name))
+        }
+        tensors = dict(self.graph.tensors)
+        made: dict[str, list[Node]] = {}
+        for (name, layout), new in copies.items():
+            tensors[new] = replace(tensors[name], name=new)
+            formats[new] = layout
+            op = f"modelnew.as_{layout}.default"
+            copy = Node(op, new, (Argument("x", Ref(name)),), (tensors[new],))
+            made.setdefault(name, []).append(copy)
+        nodes = [copy for name in self.graph.bindings for copy in made.get(name, [])]
+        for node, visit in zip(self.graph.nodes, self.visits, strict=True):
+            rewritten = self._rewritten(node, visit, copies)
+            if node.packet == "softmax" and node.result in self.chosen:
+                parts = _over_the_last(rewritten, tensors)
+            else:
+                parts = (rewritten,)
+            nodes += [*parts, *made.get(node.result, [])]
+        graph = replace(self.graph, nodes=tuple(nodes), tensors=tensors)
+        back = {name: new for (name, layout), new in copies.items() if layout == CONTIGUOUS}
+        origins = self._origins()
+        known = {**origins, **{new: origins.get(name, ()) for name, new in back.items()}}
+        own = {name: known.get(name, ()) for name, f in formats.items() if f == CONTIGUOUS}
+        return Layouts(with_results(graph, back), formats, own)
+
+    def _rewritten(self, node: Node, visit: _Visit, copies: Mapping[tuple[str, str], str]) -> Node:
+        """`node` reading the copies that are in the layout it needs."""
+        if visit.kind == "kernel":
+            return node
+        last = {"choice": visit.name in self.chosen, "transparent": visit.name in self.last}
+        layout = CHANNELS_LAST if last.get(visit.kind, False) else CONTIGUOUS
+        names = {name: copies.get((name, layout), name) for name in visit.operands}
+        found = convolution(self.graph, node)
+        node = renamed(node, names)
+        if found is not None and found.tries and node.result in self.chosen:
+            return _trying(node, found)
+        return node
+
+    def _origins(self) -> dict[str, tuple[str, ...]]:
+        """By value, what makes the reference's channels_last when it is: inputs and weights."""
+        found: dict[str, tuple[str, ...]] = {
+            name: (name,) for name in self.graph.bindings if has_layout(self.graph, name)
+        }
+        for node, visit in zip(self.graph.nodes, self.visits, strict=True):
+            if node.packet == "softmax":
+                continue  # its result is contiguous, whatever its operand is
+            if visit.kind in ("kernel", "choice", "transparent"):
+                weight = node.reads[1:2] if node.packet in CONVOLUTIONS else ()
+                names = (*visit.following, *weight)
+                inherited = (origin for name in names for origin in found.get(name, ()))
+                found[node.result] = tuple(dict.fromkeys(inherited))
+        return found
+
+
+def _over_the_last(node: Node, tensors: dict[str, Tensor]) -> tuple[Node, ...]:
+    """softmax over the channels as one over the last dimension of a view, where they are dense."""
+    (made,) = node.outputs
+    dense = (made.shape[0], *made.shape[2:], made.shape[1])
+    moved, result = f"{node.result}_operand", f"{node.result}_moved"
+    for name in (moved, result):
+        tensors[name] = replace(made, name=name, shape=dense)
+    names = {node.reads[0]: moved}
+    over_last = tuple(
+        replace(a, value=-1) if a.name == "dim" else a for a in renamed(node, names).args
+    )
+    return (
+        _moved_dim(node.reads[0], 1, -1, tensors[moved], node),
+        replace(node, result=result, args=over_last, outputs=(tensors[result],)),
+        _moved_dim(result, -1, 1, made, node),
+    )
+
+
+def _moved_dim(name: str, source: int, destination: int, made: Tensor, node: Node) -> Node:
+    args = (
+        Argument("self", Ref(name)),
+        Argument("source", source),
+        Argument("destination", destination),
+    )
+    return Node("aten.movedim.int", made.name, args, (made,), views=(name,), source=node.source)
+
+
+def _trying(node: Node, c: Convolution) -> Node:
+    """The convolution with cuDNN's plan found by trying, which it keeps for the sizes.
+
+    `deterministic` makes results repeat, and gives the plan a place of its own in PyTorch's table,
+    so that a plan chosen elsewhere for these sizes stays as it is, and this one too.
+    """
+    given = {argument.name: argument.value for argument in node.args}
+    values: dict[str, Arg] = {
+        "input": given["input"], "weight": given["weight"], "bias": given["bias"],
+        "stride": given["stride"], "padding": given["padding"], "dilation": given["dilation"],
+        "transposed": c.transposed, "output_padding": given.get("output_padding", (0,) * c.dims),
+        "groups": given["groups"], "benchmark": True, "deterministic": True,
+        "cudnn_enabled": CUDNN, "allow_tf32": ALLOW_TF32,
+    }  # fmt: skip
+    args = tuple(Argument(name, value) for name, value in values.items())
+    return replace(node, op="aten._convolution.default", args=args)

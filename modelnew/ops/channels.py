@@ -1,0 +1,29 @@
+"""Operators with operands that hold one value a channel, along the second dimension of x."""
+
+from __future__ import annotations
+
+from modelnew.ops import Op, Texts, Values
+
+
+def _batch_norm(values: Values, texts: Texts) -> str:
+    """batch_norm_transform_input_kernel of aten/src/ATen/native/cuda/Normalization.cuh; without a
+    bias it adds 0, which gives a zero its sign."""
+    weight = "weight * " if "weight" in texts else ""
+    return f"{weight}(x - mean) * rsqrtf(var + eps) + {'bias' if 'bias' in texts else '0.0f'}"
+
+
+def _uses_running_statistics(values: Values) -> bool:
+    return values["training"] is False and values["mean"] is not None and values["var"] is not None
+
+
+ROWS = (
+    Op("batch_norm", "x weight bias mean var training momentum eps cudnn", _batch_norm,
+       channel=("weight", "bias", "mean", "var"), accepts=_uses_running_statistics,
+       refusal="needs the statistics of the batch", domain=(0.0, 20.0),
+       attrs={"training": False, "momentum": 0.1, "eps": 1e-3, "cudnn": False}),
+    # The bias of a convolution; `plan` takes it out of the call where a kernel follows.
+    # A value in another memory layout; see modelnew/layout.py.
+    Op("as_contiguous", "x", "x"),
+    Op("as_channels_last", "x", "x"),
+    Op("channel_bias", "x b", "x + b", channel=("b",), formula="x + b"),
+)  # fmt: skip
