@@ -87,7 +87,9 @@ def choose(graph: Graph, reasons: Mapping[str, str | None]) -> Layouts:
     if not able:
         return Layouts(graph)
 
-    visits = _visits(graph, reasons)
+    visits = {
+        node.result: _visit(graph, node, reasons[node.result] is None) for node in graph.nodes
+    }
 
     def cost(chosen: frozenset[str]) -> float:
         return _Walk(graph, visits, chosen).cost() - sum(able[name] for name in chosen)
@@ -123,10 +125,14 @@ class Convolution:
         return self.groups > 1 and self.channels == (self.groups, self.groups)
 
     @property
+    def wide(self) -> bool:
+        """Whether cuDNN runs it in TF32 in both layouts; see _savings."""
+        return self.groups == 1 and min(self.channels) >= 16
+
+    @property
     def tries(self) -> bool:
         """Whether the plan that cuDNN guesses is far from its best; see SAVED_BY_TRYING."""
-        wide = min(self.channels) >= 16 and self.groups == 1
-        return self.transposed and self.dims == 3 and self.stride == 1 and wide
+        return self.transposed and self.dims == 3 and self.stride == 1 and self.wide
 
 
 def convolution(graph: Graph, node: Node) -> Convolution | None:
@@ -155,7 +161,7 @@ def _savings(graph: Graph) -> dict[str, float]:
     in TF32 anyway, so that the error of the whole is not another one.
     """
     found = {node.result: c for node in graph.nodes if (c := convolution(graph, node)) is not None}
-    wide = any(c.groups == 1 and min(c.channels) >= 16 for c in found.values())
+    wide = any(c.wide for c in found.values())
     savings = {name: _saving(c, wide) for name, c in found.items()}
     for node in graph.nodes:
         if _is_choice(graph, node) and node.result not in savings:
@@ -177,7 +183,7 @@ def _saving(c: Convolution, any_wide: bool) -> float:
         return SAVED_DEPTHWISE / c.stride * c.gigabytes if square else 0.0
     if c.groups > 1:
         return 0.0
-    if min(c.channels) < 16:
+    if not c.wide:
         # Large transposed ones run in TF32 in both layouts (12 of 12 above 100 MB).
         if c.transposed and c.gigabytes > 0.1 and c.channels[1] >= 16:
             return SAVED_THIN_TRANSPOSED * c.gigabytes
@@ -216,10 +222,7 @@ class _Visit:
     operands: tuple[str, ...]
     following: tuple[str, ...]
     small: bool  # one element a channel, which lies alike in both layouts
-
-
-def _visits(graph: Graph, reasons: Mapping[str, str | None]) -> list[_Visit]:
-    return [_visit(graph, node, reasons[node.result] is None) for node in graph.nodes]
+    biased: bool  # a convolution that adds its bias
 
 
 def _visit(graph: Graph, node: Node, by_kernel: bool) -> _Visit:
@@ -237,7 +240,8 @@ def _visit(graph: Graph, node: Node, by_kernel: bool) -> _Visit:
     elif node.packet in REDUCTIONS and _over_all_behind(graph, node):
         kind, following = "reduction", ()
     small = node.packet == "adaptive_avg_pool2d" and set(spatial) == {1}
-    return _Visit(node.result, kind, operands, following, small)
+    biased = node.packet in CONVOLUTIONS and node.value("bias") is not None
+    return _Visit(node.result, kind, operands, following, small, biased)
 
 
 def _over_all_behind(graph: Graph, node: Node) -> bool:
@@ -255,17 +259,11 @@ def has_layout(graph: Graph, name: str) -> bool:
 class _Walk:
     """One choice of convolutions to run in channels_last, followed through the graph."""
 
-    def __init__(self, graph: Graph, visits: Sequence[_Visit], chosen: frozenset[str]) -> None:
+    def __init__(self, graph: Graph, visits: Mapping[str, _Visit], chosen: frozenset[str]) -> None:
         self.graph, self.visits, self.chosen = graph, visits, chosen
-        self.by_kernel = {visit.name for visit in visits if visit.kind == "kernel"}
-        self.biased = {
-            node.result
-            for node in graph.nodes
-            if node.packet in CONVOLUTIONS and node.value("bias") is not None
-        }
         self.last: set[str] = set()  # what lies in channels_last by nature
         self.wanted: dict[str, set[str]] = {}
-        for visit in visits:
+        for visit in visits.values():
             self._follow(visit)
         for name in graph.results:
             if has_layout(graph, name):
@@ -305,20 +303,21 @@ class _Walk:
 
     def _written(self, name: str) -> str | None:
         """The layout that a kernel is told to write `name` in, where it is not its natural one."""
-        wanted = self.wanted.get(name, set())
-        if name not in self.by_kernel or len(wanted) != 1 or self._natural(name) in wanted:
+        wanted, visit = self.wanted[name], self.visits.get(name)
+        by_kernel = visit is not None and visit.kind == "kernel"
+        if not by_kernel or len(wanted) != 1 or self._natural(name) in wanted:
             return None
         return next(iter(wanted))
 
     def _cost_of_change(self, name: str) -> float:
-        natural = CHANNELS_LAST if name in self.last else CONTIGUOUS
-        if self.wanted[name] == {natural}:
+        if self.wanted[name] == {self._natural(name)}:
             return 0.0
         gigabytes = self.graph.tensors[name].bytes / 1e9
         if self._written(name) is not None:
             return COPY_IN_PASSING * gigabytes
-        passed = BIAS_PASS if name in self.biased and self.wanted[name] == {CONTIGUOUS} else 0.0
-        return (COPY - passed) * gigabytes + LAUNCH_MS
+        visit = self.visits.get(name)
+        biased = visit is not None and visit.biased and self.wanted[name] == {CONTIGUOUS}
+        return (COPY - (BIAS_PASS if biased else 0.0)) * gigabytes + LAUNCH_MS
 
     # --- the graph --------------------------------------------------------------------------
 
@@ -340,8 +339,8 @@ class _Walk:
             copy = Node(op, new, (Argument("x", Ref(name)),), (tensors[new],))
             made.setdefault(name, []).append(copy)
         nodes = [copy for name in self.graph.bindings for copy in made.get(name, [])]
-        for node, visit in zip(self.graph.nodes, self.visits, strict=True):
-            rewritten = self._rewritten(node, visit, copies)
+        for node in self.graph.nodes:
+            rewritten = self._rewritten(node, self.visits[node.result], copies)
             if node.packet == "softmax" and node.result in self.chosen:
                 parts = _over_the_last(rewritten, tensors)
             else:
@@ -372,7 +371,8 @@ class _Walk:
         found: dict[str, tuple[str, ...]] = {
             name: (name,) for name in self.graph.bindings if has_layout(self.graph, name)
         }
-        for node, visit in zip(self.graph.nodes, self.visits, strict=True):
+        for node in self.graph.nodes:
+            visit = self.visits[node.result]
             if node.packet == "softmax":
                 continue  # its result is contiguous, whatever its operand is
             if visit.kind in ("kernel", "choice", "transparent"):

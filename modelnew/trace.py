@@ -181,17 +181,16 @@ class _State:
     """What of a model forward can read and change: its tensors and its plain attributes."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self.modules = list(model.named_modules())
-        self.before = [
-            (dict(vars(m)), dict(m._parameters), dict(m._buffers)) for _, m in self.modules
+        # By module, each dictionary of it with a copy of what it held.
+        self.modules = [
+            (path, [(held, dict(held)) for held in (vars(m), m._parameters, m._buffers)])
+            for path, m in model.named_modules()
         ]
 
     def texts(self) -> dict[int, str]:
         """The Python text that reads each tensor, by the tensor's id."""
         found: dict[int, str] = {}
-        for (path, _), (attributes, parameters, buffers) in zip(
-            self.modules, self.before, strict=True
-        ):
+        for path, ((_, attributes), (_, parameters), (_, buffers)) in self.modules:
             plain = {k: v for k, v in attributes.items() if not k.startswith("_")}
             for name, value in (*parameters.items(), *buffers.items(), *plain.items()):
                 for place, leaf in pytree.tree_flatten_with_path(value)[0]:
@@ -202,11 +201,9 @@ class _State:
 
     def _changes(self) -> Iterator[tuple[str, Any, Any]]:
         """(text, old value, new value) of each attribute that is another object now."""
-        for (path, module), olds in zip(self.modules, self.before, strict=True):
-            for old, new in zip(
-                olds, (vars(module), module._parameters, module._buffers), strict=True
-            ):
-                for name, value in new.items():
+        for path, pairs in self.modules:
+            for now, old in pairs:
+                for name, value in now.items():
                     if value is not old.get(name):
                         text = attribute_text(f"{path}.{name}" if path else name)
                         yield text, old.get(name), value
@@ -226,10 +223,8 @@ class _State:
         ]
 
     def restore(self) -> None:
-        for (_, module), olds in zip(self.modules, self.before, strict=True):
-            for old, now in zip(
-                olds, (vars(module), module._parameters, module._buffers), strict=True
-            ):
+        for _, pairs in self.modules:
+            for now, old in pairs:
                 for name in [name for name in now if name not in old]:
                     del now[name]
                 for name in [name for name in old if now.get(name) is not old[name]]:
