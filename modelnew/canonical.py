@@ -7,10 +7,12 @@ of its own where a kernel can take it in.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 from modelnew import ops
-from modelnew.ir import Arg, Argument, Graph, Node, Ref
+from modelnew.ir import Arg, Argument, Graph, Literal, Node, Ref
 from modelnew.layout import CONVOLUTIONS
 from modelnew.names import renamed, with_results
 
@@ -44,7 +46,7 @@ STATEFUL = ("batch_norm", "instance_norm")
 def canonical(graph: Graph) -> Graph:
     """`graph` in one form; its meaning, results and state are the same."""
     graph = _with_numbers(_functional(_without_aliases(graph)))
-    return with_bias_apart(_without_dead(graph))
+    return with_bias_apart(_counting_at_once(_without_dead(graph)))
 
 
 def _without_aliases(graph: Graph) -> Graph:
@@ -55,7 +57,7 @@ def _without_aliases(graph: Graph) -> Graph:
     names: dict[str, str] = {}
     nodes = []
     for node in graph.nodes:
-        node = _under_one_name(renamed(node, names))
+        node = _moved_alone(graph, _under_one_name(renamed(node, names)))
         copies = node.packet.startswith("lift_fresh") and node.result in written
         idle = node.packet in DROPOUTS and node.value("train") is False
         if idle or (node.packet in ALIASES and not copies):
@@ -63,6 +65,18 @@ def _without_aliases(graph: Graph) -> Graph:
         else:
             nodes.append(node)
     return with_results(replace(graph, nodes=tuple(nodes)), names)
+
+
+def _moved_alone(graph: Graph, node: Node) -> Node:
+    """`x.to(device)` without the dtype that x was traced in, which arrives with the call."""
+    if node.op != "aten.to.dtype_layout":
+        return node
+    own = {"dtype": Literal(f"torch.{graph.tensors[node.reads[0]].dtype}"),
+           "layout": Literal("torch.strided")}  # fmt: skip
+    args = (
+        replace(a, value=None, default=True) if a.value == own.get(a.name) else a for a in node.args
+    )
+    return replace(node, args=tuple(args))
 
 
 def _under_one_name(node: Node) -> Node:
@@ -124,6 +138,39 @@ def _with_numbers(graph: Graph) -> Graph:
         taken = changed.reads and changed != node and ops.why_not(changed, graph) is None
         nodes.append(changed if taken else node)
     return replace(graph, nodes=tuple(nodes))
+
+
+def _counting_at_once(graph: Graph) -> Graph:
+    """Counters that nothing else reads move in one call, those of batches for the most part.
+
+    An addition to one of them takes the host 12 us and the GPU a kernel: 0.3 of the 1.9 ms that
+    MobileNetV1 takes for ten images.
+    """
+    uses = Counter(name for node in graph.nodes for name in (node.result, *node.reads))
+    uses.update(graph.results)
+    groups: dict[Arg, list[Node]] = {}
+    for node in graph.nodes:
+        if _counts(graph, node) and uses[node.reads[0]] == uses[node.result] == 1:
+            groups.setdefault(node.value("other"), []).append(node)
+    merged = {node.result for group in groups.values() if len(group) > 1 for node in group}
+    calls = [_counted(step, group) for step, group in groups.items() if len(group) > 1]
+    rest = (node for node in graph.nodes if node.result not in merged)
+    return replace(graph, nodes=(*rest, *calls))
+
+
+def _counts(graph: Graph, node: Node) -> bool:
+    """Whether `node` adds an integer to a buffer of one integer."""
+    if node.op != "aten.add_.Tensor" or not isinstance(node.value("other"), int):
+        return False
+    counter = graph.tensors[node.reads[0]]
+    is_buffer = graph.bindings.get(counter.name, "").startswith("self.")
+    return is_buffer and counter.shape == () and counter.dtype in ops.INTEGERS
+
+
+def _counted(step: Arg, group: Sequence[Node]) -> Node:
+    names = tuple(node.reads[0] for node in group)
+    args = (Argument("self", tuple(map(Ref, names))), Argument("scalar", step))
+    return Node("aten._foreach_add_.Scalar", group[0].result, args, (), names)
 
 
 def with_bias_apart(graph: Graph) -> Graph:

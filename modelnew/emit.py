@@ -20,7 +20,9 @@ from modelnew.ir import (
     Ref,
     Tensor,
 )
+from modelnew.layout import AT_TRACED_SIZES
 from modelnew.library import Fronts, call_line
+from modelnew.shortcuts import with_shortcuts
 
 C_TYPES: Mapping[str, str] = {
     "bool": "bool", "uint8": "uint8_t", "int8": "int8_t", "int16": "int16_t", "int32": "int32_t",
@@ -31,15 +33,22 @@ AT_TYPES: Mapping[str, str] = {
     "int32": "at::kInt", "int64": "at::kLong",
 }  # fmt: skip
 
+# The type parameter of masks that take part in arithmetic, and what reads them as floats.
+MASK_TYPE, MASK_READ = "M", "number"
+
+# The parameter of a wrapper that says whether its results are to lie in channels_last.
+TOLD = "channels_last"
+
 # Names that the kernel templates use, and C++ words that are legal Python names.
 RESERVED = frozenset([
-    "T", "kVec", "ops", "begin", "end", "i", "v", "offset", "stream", "dtype", "iter", "guard",
-    "auto", "bool", "case", "catch", "char", "class", "const", "constexpr", "default", "delete",
-    "do", "double", "enum", "explicit", "extern", "float", "friend", "goto", "inline", "int",
-    "long", "mutable", "namespace", "new", "operator", "private", "protected", "public",
-    "register", "short", "signed", "sizeof", "static", "struct", "switch", "template", "this",
-    "throw", "typedef", "typename", "union", "unsigned", "using", "virtual", "void", "volatile",
-    "xor",
+    "T", "M", "kVec", "ops", "begin", "end", "i", "v", "offset", "next", "left", "stream",
+    "alike", "channels_last", "dtype", "format", "guard", "iter", "launch", "like", "mask_type",
+    "number", "out", "promoted", "unify", "auto", "bool", "case", "catch", "char", "class",
+    "const", "constexpr", "default", "delete", "do", "double", "enum", "explicit", "extern",
+    "float", "friend", "goto", "inline", "int", "long", "mutable", "namespace", "new", "operator",
+    "private", "protected", "public", "register", "short", "signed", "sizeof", "static", "struct",
+    "switch", "template", "this", "throw", "typedef", "typename", "union", "unsigned", "using",
+    "virtual", "void", "volatile", "xor",
 ])  # fmt: skip
 # Further ones of those that go by tiles.
 TILED = ("tiles", "extent", "cell", "locate", "load", "load_staged", "stage", "cell_at", "pack_at")
@@ -83,6 +92,11 @@ class Operand:
     behind: int = 0
 
     @property
+    def is_number(self) -> bool:
+        """Whether it is a mask that takes part in arithmetic; see _numbers."""
+        return self.ctype == MASK_TYPE
+
+    @property
     def tile_load(self) -> str:
         """The device function that reads it in a kernel that goes by tiles."""
         return "load_staged" if self.staged else "load"
@@ -92,16 +106,22 @@ class Operand:
         return self.dtype == "bool"
 
     @property
+    def at_type(self) -> str:
+        return "at::kBool" if self.is_bool else "dtype"
+
+    @property
     def pack(self) -> str:
         return f"{self.value}_pack"
 
     @property
     def value_type(self) -> str:
-        return "bool" if self.is_bool else "float"
+        return "bool" if self.is_bool and not self.is_number else "float"
 
     @property
     def read(self) -> str:
         element = f"{self.pack}.at[v]"
+        if self.is_number:
+            return f"{MASK_READ}({element})"
         if self.is_bool:
             return element
         return f"to_float({element})" if self.ctype == "T" else f"static_cast<float>({element})"
@@ -142,6 +162,7 @@ class Kernel:
     layout_lines: tuple[str, ...]
     format: str = ""
     like: tuple[str, ...] = ()
+    dense: bool = False
 
     @property
     def operands(self) -> tuple[Operand, ...]:
@@ -164,7 +185,7 @@ class Kernel:
 
     @property
     def run_arguments(self) -> str:
-        return ", ".join(["ops", str(self.count), "stream", *(s.name for s in self.scalars)])
+        return ", ".join([str(self.count), "stream", *(s.name for s in self.scalars)])
 
     @property
     def tiled(self) -> bool:
@@ -194,7 +215,7 @@ class Kernel:
 
     def allocate(self, output: Operand) -> str:
         """C++ that makes a result."""
-        made_for = f"{output.layout}, {'at::kBool' if output.is_bool else 'dtype'}"
+        made_for = f"{output.layout}, {output.at_type}"
         device = f"{self.first_input}.device()"
         if self.format:
             return f"empty_in(format, {made_for}, {device})"
@@ -210,14 +231,27 @@ class Kernel:
     def forward_signature(self) -> str:
         tensors = [f"at::Tensor {o.value}" for o in self.inputs]
         tensors += [f"const at::Tensor& {name}" for name in self.more_like]
+        tensors += [f"bool {TOLD}"] if self.format.startswith(TOLD) else []
         parameters = ", ".join([*tensors, *(f"double {s.name}" for s in self.scalars)])
         return f"{self.return_type} {self.name}_forward({parameters})"
+
+    @property
+    def numbers(self) -> tuple[Operand, ...]:
+        return tuple(o for o in self.inputs if o.is_number)
+
+    def types(self, ctype: str) -> tuple[tuple[str, str], ...]:
+        """The type arguments for the storage type `ctype`, each with its condition in C."""
+        if not self.numbers:
+            return (("", ctype),)
+        is_bool = f"ops.bytes[{self.numbers[0].index}] == 1"
+        return ((is_bool, f"{ctype}, bool"), ("", f"{ctype}, {ctype}"))
 
     @property
     def unify_arguments(self) -> str:
         entries = []
         for o in self.inputs:
             fixed = "" if o.ctype == "T" else f", {AT_TYPES[o.dtype]}"
+            fixed = ", mask_type" if o.is_number else fixed
             entries.append(f'{{"{o.value}", {o.value}{fixed}}}')
         return ", ".join(entries)
 
@@ -226,17 +260,15 @@ class Kernel:
         return ", ".join(["ops", *(s.name for s in self.scalars), "stream"])
 
     @property
-    def single_float_output(self) -> bool:
-        return len(self.outputs) == 1 and not self.outputs[0].is_bool
-
-    @property
-    def float_outputs(self) -> tuple[Operand, ...]:
-        return tuple(o for o in self.outputs if not o.is_bool)
+    def promoted(self) -> tuple[Operand, ...]:
+        """The results whose dtype may be another than that which all inputs promote to."""
+        return tuple(o for o in self.outputs if not o.is_bool) if len(self.outputs) > 1 else ()
 
     @property
     def returned(self) -> str:
         """The results, each in the dtype that its own operands promote to."""
-        results = [o.value if o.is_bool else f"{o.value}.to({o.value}_dtype)" for o in self.outputs]
+        own = self.promoted
+        results = [f"{o.value}.to({o.value}_dtype)" if o in own else o.value for o in self.outputs]
         return results[0] if len(results) == 1 else f"{{{', '.join(results)}}}"
 
     @property
@@ -285,7 +317,9 @@ def kernel(step: Pointwise) -> Kernel:
                  layout=layout_of[tensor.name], output=True)
         for i, tensor in enumerate(step.writes)
     )  # fmt: skip
-    staged = _staged(step)
+    staged, numbers = _staged(step), _numbers(step)
+    if numbers:
+        calls[MASK_READ] = None
     inputs = tuple(
         _operand(
             len(outputs) + i,
@@ -293,14 +327,16 @@ def kernel(step: Pointwise) -> Kernel:
             values,
             behind=access.behind,
             staged=access.tensor.name in staged,
+            number=access.tensor.name in numbers,
         )
         for i, access in enumerate(step.reads)
     )
     scalars = tuple(Scalar(live[s.text], s.text) for s in step.scalars)
     like = tuple(values.get(t.name) or names.fresh(t.name) for t in step.like)
+    dense = any(op is not None and op.dense_result for op in map(ops.find, step.body.statements))
     return Kernel(
         step.name, formula(step), outputs, inputs, scalars, tuple(statements), tuple(calls), lines,
-        _format(step, like), like,
+        _format(step, like), like, dense,
     )  # fmt: skip
 
 
@@ -308,7 +344,8 @@ def _format(step: Pointwise, like: Sequence[str]) -> str:
     """C++ for the memory format that a region is told to write, "" where it is told none."""
     if step.layout == "channels_last":
         volume = len(step.writes[0].shape) == 5
-        return f"at::MemoryFormat::ChannelsLast{'3d' if volume else ''}"
+        last = f"at::MemoryFormat::ChannelsLast{'3d' if volume else ''}"
+        return f"{TOLD} ? {last} : at::MemoryFormat::Contiguous"
     if like:
         return f"format_of({{{', '.join(like)}}})"
     return "at::MemoryFormat::Contiguous" if step.layout else ""
@@ -361,9 +398,10 @@ def _scalar_name(text: str) -> str:
 
 def _operand(
     index: int, tensor: Tensor, values: Mapping[str, str], leaves: str = "", layout: str = "",
-    output: bool = False, staged: bool = False, behind: int = 0,
+    output: bool = False, staged: bool = False, behind: int = 0, number: bool = False,
 ) -> Operand:  # fmt: skip
     ctype = "T" if tensor.dtype in ops.FLOATS else C_TYPES[tensor.dtype]
+    ctype = MASK_TYPE if number else ctype
     return Operand(
         index, values[tensor.name], ctype, output, tensor.dtype, leaves, layout, staged, behind
     )
@@ -380,10 +418,27 @@ def _staged(step: Pointwise) -> tuple[str, ...]:
     return tuple(moved[:6]) if step.layout else ()
 
 
+def _numbers(step: Pointwise) -> frozenset[str]:
+    """The masks that are read as numbers alone, as in x * mask.
+
+    Harnesses that cast every input to the dtype under test give them as floating tensors, which the
+    reference takes as well.
+    """
+    masks = {access.tensor.name for access in step.reads if access.tensor.dtype == "bool"}
+    for node in step.body.statements:
+        op = ops.find(node)
+        assert op is not None
+        condition = op.values(node).get("mask")
+        as_bool = node.reads if op.result == "bool" else [getattr(condition, "name", None)]
+        masks -= set(as_bool)
+    return frozenset(masks - set(step.body.results))
+
+
 def _leaves_of(step: Pointwise, result: str, values: Mapping[str, str]) -> str:
     """The floating inputs that one result depends on: they decide its dtype."""
-    used = _inputs_of(step, result)
-    return ", ".join(values[tensor.name] for tensor in used if tensor.dtype in ops.FLOATS)
+    used, numbers = _inputs_of(step, result), _numbers(step)
+    leaves = [t.name for t in used if t.dtype in ops.FLOATS or t.name in numbers]
+    return ", ".join(values[name] for name in leaves)
 
 
 def _inputs_of(step: Pointwise, result: str) -> list[Tensor]:
@@ -419,22 +474,25 @@ def forward_lines(plan: Plan, kernels: Sequence[Kernel]) -> list[str]:
     bindings = dict(plan.graph.bindings)
     by_name = {kernel.name: kernel for kernel in kernels}
     fronts: Fronts = {}
-    lines = []
+    lines = [f"{AT_TRACED_SIZES} = {plan.condition}"] if plan.condition else []
+    told = AT_TRACED_SIZES if plan.condition else "True"
     for step in plan.steps:
         match step:
             case Pointwise():
-                lines.append(_kernel_call(step, by_name[step.name], bindings))
+                lines.append(_kernel_call(step, by_name[step.name], bindings, told))
             case Library():
                 lines.append(call_line(step.node, plan.graph, fronts))
     for text, ref in plan.graph.assigned:
         lines.append(f"{text} = {_result_text(ref, bindings)}")
-    return [*lines, f"return {_result_text(plan.graph.output, bindings)}"]
+    lines.append(f"return {_result_text(plan.graph.output, bindings)}")
+    return with_shortcuts(lines, bindings.values())
 
 
-def _kernel_call(step: Pointwise, k: Kernel, bindings: Mapping[str, str]) -> str:
+def _kernel_call(step: Pointwise, k: Kernel, bindings: Mapping[str, str], told: str) -> str:
     read = [access.tensor.name for access in step.reads]
     more = [tensor.name for tensor in step.like if tensor.name not in read]
     tensors = [bindings.get(name, name) for name in (*read, *more)]
+    tensors += [told] if step.layout == "channels_last" else []
     numbers = [scalar.text for scalar in step.scalars]
     args = ", ".join([f"_cuda.{k.name}_forward", *tensors, *numbers])
     return f"{', '.join(step.body.results)} = _run({args})"

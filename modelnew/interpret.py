@@ -14,6 +14,7 @@ import torch
 from torch._prims_common import suggest_memory_format
 
 from modelnew.ir import Arg, Library, Literal, Live, Node, Output, Plan, Pointwise, Ref
+from modelnew.layout import AT_TRACED_SIZES, CHANNELS_LAST, CONTIGUOUS
 
 
 def interpret(plan: Plan, model: torch.nn.Module, inputs: Mapping[str, Any]) -> Any:
@@ -24,6 +25,7 @@ def interpret(plan: Plan, model: torch.nn.Module, inputs: Mapping[str, Any]) -> 
     if plan.other is not None and plan.graph.training != model.training:
         plan = plan.other
     scope = {"self": model, "torch": torch, **inputs}
+    scope[AT_TRACED_SIZES] = _read(plan.condition or "True", scope)
     values = {name: _read(text, scope) for name, text in plan.graph.bindings.items()}
     for step in plan.steps:
         match step:
@@ -33,7 +35,10 @@ def interpret(plan: Plan, model: torch.nn.Module, inputs: Mapping[str, Any]) -> 
                     inside[node.result] = _call(node, inside, scope)
                 like = [values[tensor.name] for tensor in step.like]
                 for name in step.body.results:
-                    values[name] = _laid(inside[name], step.layout, like)
+                    told = step.layout
+                    if told == CHANNELS_LAST and not scope[AT_TRACED_SIZES]:
+                        told = CONTIGUOUS
+                    values[name] = _laid(inside[name], told, like)
             case Library():
                 values[step.node.result] = _call(step.node, values, scope)
     for text, ref in plan.graph.assigned:
@@ -74,10 +79,10 @@ def _own(packet: str, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
 
 def _laid(x: torch.Tensor, layout: str, like: Sequence[torch.Tensor]) -> torch.Tensor:
     """A result in the layout that the kernel is told to write."""
-    if layout == "channels_last":
+    if layout == CHANNELS_LAST:
         last = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
         return x.contiguous(memory_format=last)
-    if layout == "contiguous":
+    if layout == CONTIGUOUS:
         formats = (suggest_memory_format(tensor) for tensor in like)
         others = (f for f in formats if f != torch.contiguous_format)
         return x.contiguous(memory_format=next(others, torch.contiguous_format))

@@ -234,11 +234,16 @@ Step: TypeAlias = Pointwise | Library
 
 @dataclass(frozen=True)
 class Plan:
-    """Steps in running order; `other` is the plan of the other mode where that differs."""
+    """Steps in running order; `other` is the plan of the other mode where that differs.
+
+    `condition` is the Python text of when results lie in channels_last that are told to, "" for
+    always.
+    """
 
     graph: Graph
     steps: tuple[Step, ...]
     other: Plan | None = None
+    condition: str = ""
 
     @property
     def modes(self) -> tuple[Plan, ...]:

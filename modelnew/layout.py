@@ -6,6 +6,8 @@ convolutions in channels_last pays for the transpositions once, at the edges, an
 ours writes the value anyway it writes it in the other layout for nothing.
 
 Seen from outside nothing changes: what a model returns has the strides that the reference's has.
+All is decided for the sizes of the trace. With others cuDNN may run a contiguous convolution in
+float32 that it runs in TF32 in channels_last, so there the layouts stay as they are.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from modelnew.ir import Arg, Argument, Graph, Literal, Node, Ref, Tensor
+from modelnew.ir import Arg, Argument, Graph, Literal, Live, Node, Ref, Tensor
 from modelnew.names import renamed, with_results
+from modelnew.record import CUDNN
 
 CONTIGUOUS, CHANNELS_LAST = "contiguous", "channels_last"
 
@@ -36,8 +39,7 @@ REDUCTIONS = ("sum", "mean")
 # Milliseconds a gigabyte on an H200 (cuDNN 9.15, float32), medians over 430 convolutions, those of
 # KernelBench and random ones. What channels_last saves, by the bytes of operand and result:
 SAVED = 0.5  # kernels of more than one element: 0.37 (5 x 9) to 0.95
-SAVED_THIN = 0.25  # fewer than 16 channels on one side
-SAVED_THIN_TRANSPOSED = 0.7
+SAVED_THIN_TRANSPOSED = 0.7  # fewer than 16 channels on one side
 SAVED_DEPTHWISE = 0.85  # 3 x 3 and 5 x 5; others are slower in channels_last (13.2 for 2.3 ms)
 # conv_transpose3d of stride 1 runs 3 to 5 times faster with the plan that cuDNN finds by trying
 # than with the one it guesses, in either layout (8.9 and 2.2 ms for [8, 48, 64, 64, 64]).
@@ -52,17 +54,23 @@ SAVED_BATCH_NORM, SAVED_SMALL_BATCH_NORM, SAVED_SOFTMAX = 1.2, 0.05, 2.0
 COPY, COPY_IN_PASSING = 0.57, 0.06
 # PyTorch adds the bias of a convolution in a pass of its own; the copy does it in passing.
 BIAS_PASS = 0.48
-# What a call costs the host; a model of small tensors is bound by that (MobileNetV1 with 10 images
-# spends 2.6 ms on 80 calls).
-LAUNCH_MS = 0.02
+# What a call costs the host. A model of small tensors is bound by that: of MobileNetV1 with ten
+# images (1.9 ms, 111 calls) the GPU works half of the time, and in channels_last, where it works a
+# third less, all takes longer, as cuDNN's calls do.
+LAUNCH_MS = 0.018
+# What calls take the GPU, by a byte read or written and at least: 0.98 ms of MobileNetV1 (1.1 by
+# these), 1.44 of MobileNetV2 (1.6), 0.53 of ResNet18 (0.45), 7.1 of a ShuffleNet unit (7.1).
+TRAFFIC_MS, LEAST_MS = 0.5, 0.004
 # What is left of a saving has to be worth a change.
 WORTH_MS = 0.002
 # In channels_last slower, so that they read a copy: avg_pool2d (1.66 for 0.77 ms), max_pool3d
 # (0.23 for 0.15), min over channels (1.87 for 0.49), logsumexp over channels (3.3 for 1.9),
 # group_norm and instance_norm (3.2 for 1.3).
 
-# Settings of the machine that a convolution's call reads by itself.
-CUDNN = Literal("torch.backends.cudnn.enabled")
+# The variable of forward that says whether the sizes are those of the trace.
+AT_TRACED_SIZES = "_traced"
+
+# What a convolution's call reads by itself.
 ALLOW_TF32 = Literal("torch.backends.cudnn.allow_tf32")
 
 Formats: TypeAlias = Mapping[str, str]
@@ -71,9 +79,11 @@ Formats: TypeAlias = Mapping[str, str]
 @dataclass(frozen=True)
 class Layouts:
     """A graph with its changes of layout, the layout that kernels write results in, and by result
-    the tensors whose layout the reference's result has: contiguous unless one is channels_last."""
+    the tensors whose layout the reference's result has: contiguous unless one is channels_last.
+    `condition` is the Python text of when all that holds, "" for always."""
 
     graph: Graph
+    condition: str = ""
     formats: Formats = field(default_factory=dict)
     origins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
@@ -84,7 +94,8 @@ def choose(graph: Graph, reasons: Mapping[str, str | None]) -> Layouts:
     `reasons` is None for nodes of kernels. A graph for which nothing is saved comes back as it is.
     """
     able = {name: ms for name, ms in _savings(graph).items() if ms > 0.0}
-    if not able:
+    waits = _waiting(graph)
+    if not able or waits < WORTH_MS:
         return Layouts(graph)
 
     visits = {
@@ -103,6 +114,26 @@ def choose(graph: Graph, reasons: Mapping[str, str | None]) -> Layouts:
     if not chosen or lowest >= -WORTH_MS:
         return Layouts(graph)
     return _Walk(graph, visits, chosen).apply()
+
+
+def _at_traced_sizes(graph: Graph) -> str:
+    """The condition that no size but the batch's differs from the traced one, "" where none may."""
+    pinned = {guard.text for guard in graph.pins}
+    parts = []
+    for name in graph.inputs:
+        text, shape = graph.bindings[name], graph.tensors[name].shape
+        if any(f"{text}.shape[{d}:{d + 1}]" not in pinned for d in range(1, len(shape))):
+            parts.append(f"{text}.shape[1:] == {shape[1:]}")
+    return " and ".join(parts)
+
+
+def _waiting(graph: Graph) -> float:
+    """Milliseconds that the host would wait for the GPU at the end: no more can be saved there."""
+    calls = [node for node in graph.nodes if not node.views]
+    moved = sum(graph.tensors[name].bytes for node in calls for name in dict.fromkeys(node.reads))
+    moved += sum(made.bytes for node in calls for made in node.outputs)
+    device = TRAFFIC_MS * moved / 1e9 + LEAST_MS * len(calls)
+    return device - LAUNCH_MS * len(graph.nodes)
 
 
 # --- what a convolution saves ---------------------------------------------------------------
@@ -157,16 +188,47 @@ def _savings(graph: Graph) -> dict[str, float]:
 
     With 16 channels and more on both sides cuDNN runs in TF32 in both layouts, as PyTorch lets it
     by default. With fewer it runs some contiguous convolutions in float32, and every one in
-    channels_last in TF32 (33 of 430): that is only done where another convolution of the graph is
-    in TF32 anyway, so that the error of the whole is not another one.
+    channels_last in TF32 (33 of 430): those stay as they are. So do batch normalizations of what
+    no convolution made: in channels_last their sums are ten times less accurate.
     """
-    found = {node.result: c for node in graph.nodes if (c := convolution(graph, node)) is not None}
-    wide = any(c.wide for c in found.values())
-    savings = {name: _saving(c, wide) for name, c in found.items()}
+    savings: dict[str, float] = {}
+    made: set[str] = set()  # by a convolution in TF32, or from what one made
+    final = _finally_normalized(graph)
     for node in graph.nodes:
-        if _is_choice(graph, node) and node.result not in savings:
+        convolved = any(name in made for name in node.reads)
+        if (found := convolution(graph, node)) is not None:
+            savings[node.result] = 0.0 if node.result in final else _saving(found)
+            convolved |= savings[node.result] > 0.0
+        elif _is_choice(graph, node) and (convolved or node.packet != "batch_norm"):
             savings[node.result] = _saving_of_rows(node, graph.tensors[node.reads[0]])
+        if convolved:
+            made.update([node.result, *(output.name for output in node.outputs)])
     return savings
+
+
+def _finally_normalized(graph: Graph) -> set[str]:
+    """The convolutions behind a normalization over each channel whose result is returned, by itself
+    or changed element by element.
+
+    Sums in another order differ by 1e-7 of the whole, a normalization divides by what is left when
+    the mean is gone: up to 4e-4 for inputs of 0 to 1, and harnesses compare to 1e-4.
+    """
+    makers = {node.result: node for node in graph.nodes}
+    found = set()
+    for name in graph.results:
+        node = makers.get(name)
+        while node is not None and node.packet not in ("batch_norm", "instance_norm"):
+            large = [n for n in dict.fromkeys(node.reads) if has_layout(graph, n)]
+            node = makers.get(large[0]) if len(large) == 1 else None
+        stack = [] if node is None else [node.result]
+        seen: set[str] = set()
+        while stack:
+            behind = makers.get(stack.pop())
+            if behind is not None and behind.result not in seen:
+                seen.add(behind.result)
+                stack += behind.reads
+        found |= {n for n in seen if makers[n].packet in ("conv1d", "conv2d", "conv3d")}
+    return found
 
 
 def _saving_of_rows(node: Node, operand: Tensor) -> float:
@@ -177,7 +239,7 @@ def _saving_of_rows(node: Node, operand: Tensor) -> float:
     return rate * operand.bytes / 1e9
 
 
-def _saving(c: Convolution, any_wide: bool) -> float:
+def _saving(c: Convolution) -> float:
     if c.depthwise:
         square = c.kernel in ((3, 3), (5, 5)) and not c.transposed
         return SAVED_DEPTHWISE / c.stride * c.gigabytes if square else 0.0
@@ -185,9 +247,8 @@ def _saving(c: Convolution, any_wide: bool) -> float:
         return 0.0
     if not c.wide:
         # Large transposed ones run in TF32 in both layouts (12 of 12 above 100 MB).
-        if c.transposed and c.gigabytes > 0.1 and c.channels[1] >= 16:
-            return SAVED_THIN_TRANSPOSED * c.gigabytes
-        return SAVED_THIN * c.gigabytes if any_wide else 0.0
+        large = c.transposed and c.gigabytes > 0.1 and c.channels[1] >= 16
+        return SAVED_THIN_TRANSPOSED * c.gigabytes if large else 0.0
     if math.prod(c.kernel) == 1:
         return 1e-6  # a product with each element's channels: equally fast in both layouts
     if c.transposed and c.dims == 3 and c.stride > 1 and math.prod(c.kernel) > 100:
@@ -261,6 +322,7 @@ class _Walk:
 
     def __init__(self, graph: Graph, visits: Mapping[str, _Visit], chosen: frozenset[str]) -> None:
         self.graph, self.visits, self.chosen = graph, visits, chosen
+        self.condition = _at_traced_sizes(graph)
         self.last: set[str] = set()  # what lies in channels_last by nature
         self.wanted: dict[str, set[str]] = {}
         for visit in visits.values():
@@ -351,7 +413,7 @@ class _Walk:
         origins = self._origins()
         known = {**origins, **{new: origins.get(name, ()) for name, new in back.items()}}
         own = {name: known.get(name, ()) for name, f in formats.items() if f == CONTIGUOUS}
-        return Layouts(with_results(graph, back), formats, own)
+        return Layouts(with_results(graph, back), self.condition, formats, own)
 
     def _rewritten(self, node: Node, visit: _Visit, copies: Mapping[tuple[str, str], str]) -> Node:
         """`node` reading the copies that are in the layout it needs."""
@@ -363,7 +425,7 @@ class _Walk:
         found = convolution(self.graph, node)
         node = renamed(node, names)
         if found is not None and found.tries and node.result in self.chosen:
-            return _trying(node, found)
+            return _trying(node, found, Live(AT_TRACED_SIZES, True) if self.condition else True)
         return node
 
     def _origins(self) -> dict[str, tuple[str, ...]]:
@@ -410,8 +472,8 @@ def _moved_dim(name: str, source: int, destination: int, made: Tensor, node: Nod
     return Node("aten.movedim.int", made.name, args, (made,), views=(name,), source=node.source)
 
 
-def _trying(node: Node, c: Convolution) -> Node:
-    """The convolution with cuDNN's plan found by trying, which it keeps for the sizes.
+def _trying(node: Node, c: Convolution, when: Arg) -> Node:
+    """The convolution with cuDNN's plan found by trying, which it keeps for the sizes, `when` true.
 
     `deterministic` makes results repeat, and gives the plan a place of its own in PyTorch's table,
     so that a plan chosen elsewhere for these sizes stays as it is, and this one too.
@@ -421,7 +483,7 @@ def _trying(node: Node, c: Convolution) -> Node:
         "input": given["input"], "weight": given["weight"], "bias": given["bias"],
         "stride": given["stride"], "padding": given["padding"], "dilation": given["dilation"],
         "transposed": c.transposed, "output_padding": given.get("output_padding", (0,) * c.dims),
-        "groups": given["groups"], "benchmark": True, "deterministic": True,
+        "groups": given["groups"], "benchmark": when, "deterministic": when,
         "cudnn_enabled": CUDNN, "allow_tf32": ALLOW_TF32,
     }  # fmt: skip
     args = tuple(Argument(name, value) for name, value in values.items())

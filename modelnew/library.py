@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import BuiltinFunctionType, MethodDescriptorType
 from typing import Any, TypeAlias
@@ -27,9 +28,8 @@ def call_line(node: Node, graph: Graph, fronts: Fronts) -> str:
     `fronts` is empty for a graph's first call and remembers what the others have in common: asking
     PyTorch takes 10 ms. It serves one graph, so that a file does not depend on those before it.
     """
-    if node.op == "python.getitem.int":
-        base, index = (python_text(a.value, graph.bindings) for a in node.args)
-        return f"{node.result} = {base}[{index}]"
+    if (spelled := _spelled(node, graph)) is not None:
+        return f"{node.result} = {spelled}"
     args, by_name = _split(node)
     texts = [python_text(value, graph.bindings) for value in args]
     texts += [f"{name}={python_text(value, graph.bindings)}" for name, value in by_name.items()]
@@ -56,6 +56,40 @@ def python_text(value: Arg, bindings: Mapping[str, str]) -> str:
         case float() if not math.isfinite(value):
             return f'float("{value}")'
     return repr(value)
+
+
+def _spelled(node: Node, graph: Graph) -> str | None:
+    """The call where Python has another way to write it than a function of the operator's name."""
+    args, by_name = _split(node)
+    texts = [python_text(value, graph.bindings) for value in args]
+    match node.op:
+        case "python.getitem.int":
+            return f"{texts[0]}[{texts[1]}]"
+        case "aten.contiguous.default" if len(args) == 1 and not by_name:
+            return f"{texts[0]}.contiguous()"
+        case "aten.slice.Tensor" if all(isinstance(a.value, int) for a in node.args[1:]):
+            return _slice_text(node, graph)
+        case "aten.to.dtype_layout" if len(args) == 1 and list(by_name) == ["device"]:
+            return f"{texts[0]}.to({python_text(by_name['device'], graph.bindings)})"
+        case "aten.einsum.default":  # it chooses the order of the products by itself
+            operands = node.value("tensors")
+            assert isinstance(operands, tuple)
+            given = (python_text(operand, graph.bindings) for operand in operands)
+            return f"torch.einsum({', '.join([texts[0], *given])})"
+    return None
+
+
+def _slice_text(node: Node, graph: Graph) -> str:
+    """A slice as an index: `x[:, 1::2]`."""
+    base, dim, start, end, step = (argument.value for argument in node.args)
+    assert isinstance(base, Ref)
+    assert isinstance(dim, int)
+    rank = len(graph.tensors[base.name].shape)
+    first = "" if start == 0 else start
+    last = "" if end == sys.maxsize else end
+    every = "" if step == 1 else f":{step}"
+    index = ":, " * (dim % rank) + f"{first}:{last}{every}"
+    return f"{python_text(base, graph.bindings)}[{index}]"
 
 
 def _split(node: Node) -> tuple[list[Arg], dict[str, Arg]]:
@@ -95,11 +129,15 @@ def _forms(node: Node) -> Iterator[tuple[str, Callable[..., Any]]]:
         (f"nn.functional.{name}", torch.nn.functional, BuiltinFunctionType),
         (f"torch.{name}", torch, BuiltinFunctionType),
     ]
+    if name.startswith("linalg_"):
+        short = name.removeprefix("linalg_")
+        candidates.append((f"torch.linalg.{short}", torch.linalg, BuiltinFunctionType))
     if node.args and node.args[0].name == "self" and not node.args[0].default:
         candidates.insert(1, (f".{name}", torch.Tensor, MethodDescriptorType))
     for front, space, kind in candidates:
-        if isinstance(getattr(space, name, None), kind):
-            yield front, getattr(space, name)
+        own = front.rpartition(".")[2]
+        if isinstance(getattr(space, own, None), kind):
+            yield front, getattr(space, own)
 
 
 def _reaches(function: Callable[..., Any], node: Node, tensors: Mapping[str, Tensor]) -> bool:

@@ -64,7 +64,7 @@ def _plan(graph: Graph) -> Plan:
     for node in graph.nodes:
         if (why := reasons[node.result]) is not None:
             steps.append(Library(node, why))
-    return Plan(graph, tuple(_ordered(graph, steps)))
+    return Plan(graph, tuple(_ordered(graph, steps)), condition=layouts.condition)
 
 
 def _reasons(graph: Graph) -> dict[str, str | None]:

@@ -20,14 +20,18 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from modelnew.compare import equal, same_call
 from modelnew.ir import Arg, Argument, Literal, ModelNewError, Node, Ref, Source, Tensor
-from modelnew.specialize import equal
 
 # Checks that compute nothing.
 CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async")
 
 # A constant of more elements does not belong into a call.
 MAX_CONSTANT = 64
+
+
+# A setting of the machine, not of the model.
+CUDNN = Literal("torch.backends.cudnn.enabled")
 
 
 class Differs(Exception):
@@ -94,8 +98,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             is_given = index < len(args) or spec.name in kwargs
             raw = args[index] if index < len(args) else kwargs.get(spec.name, spec.default_value)
             value = self._arg(raw)
-            if spec.name == "cudnn_enabled":  # a setting of the machine, not of the model
-                value = Literal("torch.backends.cudnn.enabled")
+            if spec.name == "cudnn_enabled":
+                value = CUDNN
             # `Tensor? weight` of instance_norm may be None, and must be given all the same.
             default = spec.has_default_value() and (not is_given or equal(raw, spec.default_value))
             given.append(Argument(spec.name, value, default, spec.kwarg_only))
@@ -212,15 +216,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = free(name, self.taken)
         self.taken.add(name)
         return name
-
-
-def same_call(left: Node, right: Node) -> bool:
-    """Whether two nodes are one call with the same arguments, whatever the shapes."""
-    return (
-        left.op == right.op
-        and left.result == right.result
-        and all(a.value == b.value for a, b in zip(left.args, right.args, strict=True))
-    )
 
 
 def free(name: str, taken: set[str]) -> str:

@@ -160,7 +160,8 @@ def _tiled(kernels: Sequence[emit.Kernel]) -> bool:
 def _cuda(plan: Plan, kernels: Sequence[emit.Kernel], options: Options) -> str:
     launch = tune.pointwise(plan.kernels[0], tune.target(options.target))
     functions = device_functions([call for k in kernels for call in k.calls])
-    space = "broadcast" if _broadcast(kernels) else "single"
+    broadcast = _broadcast(kernels)
+    space = "broadcast" if broadcast else "single"
     tiled = ["tile"] if _tiled(kernels) else []
     template = _environment().get_template("pointwise.cu.jinja")
     dtypes = [emit.dtype(name, launch.vec_bytes) for name in options.dtypes]
@@ -169,7 +170,7 @@ def _cuda(plan: Plan, kernels: Sequence[emit.Kernel], options: Options) -> str:
         "".join(f"#include <{name}>\n" for name in includes),
         f"constexpr int kThreads = {launch.threads};\n",
         *map(device_text, ["storage", "pack", space, "run", *tiled, *functions]),
-        *(template.render(k=k, dtypes=dtypes) for k in kernels),
+        *(template.render(k=k, dtypes=dtypes, broadcast=broadcast) for k in kernels),
     ]
     return "\n".join(parts)
 
@@ -183,14 +184,15 @@ def _cpp(kernels: Sequence[emit.Kernel], options: Options) -> str:
     told = any(k.format for k in kernels)
     retraced = not all(k.format for k in kernels)
     parts = [
-        "".join(f"#include <{name}>\n" for name in _host_includes(broadcast, told, retraced)),
+        "".join(f"#include <{name}>\n" for name in _host_includes(broadcast, retraced)),
         host.render(
             broadcast=broadcast,
             told=told,
             channels=any(k.channel_inputs for k in kernels),
             like=any(k.like for k in kernels),
             retraced=retraced,
-            several=any(not k.single_float_output for k in kernels),
+            several=any(k.promoted for k in kernels),
+            numbers=any(k.numbers for k in kernels),
             dtypes=dtypes,
             supported=supported,
         ),
@@ -199,12 +201,12 @@ def _cpp(kernels: Sequence[emit.Kernel], options: Options) -> str:
     return "\n".join(parts)
 
 
-def _host_includes(broadcast: bool, told: bool, retraced: bool) -> tuple[str, ...]:
+def _host_includes(broadcast: bool, retraced: bool) -> tuple[str, ...]:
     """Headers of the host code; results of a single input are made by the iterator alone."""
     used = {
         "ATen/TensorIterator.h": True,
         "ATen/native/TypeProperties.h": broadcast,
-        "ATen/ops/empty.h": told,
+        "ATen/ops/empty.h": broadcast,
         "ATen/ops/empty_strided.h": broadcast and retraced,
     }
     return (*(name for name, needed in used.items() if needed), *HOST_INCLUDES)

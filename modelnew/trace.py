@@ -15,10 +15,11 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
+from modelnew.compare import equal, same_calls
 from modelnew.ir import Graph, Guard, ModelNewError, Output, Ref
 from modelnew.record import Differs, Recorder, free
 from modelnew.reference import Reference, attribute_text, user_line
-from modelnew.specialize import argument_changes, equal, same_calls, specialize
+from modelnew.specialize import argument_changes, specialize
 
 
 @dataclass(frozen=True)

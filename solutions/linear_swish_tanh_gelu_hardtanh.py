@@ -32,6 +32,7 @@ struct Operands {
     Divisor size[kMaxDims];
     int64_t stride[kMaxOperands][kMaxDims];
     int bytes[kMaxOperands];  // of one element
+    uint64_t whole;  // in bits, the operands that a kernel moves by packs; see with_packs
     void* data[kMaxOperands];
 };
 """
@@ -62,56 +63,87 @@ __device__ inline auto& pack_at(void* data, int64_t offset) {
     return *reinterpret_cast<Pack<T, kVec>*>(static_cast<T*>(data) + offset);
 }
 
-// Where element `i` lies in each of the first kCount operands. Dense operands have one dimension
-// and need no division. The loop is unrolled so that every size and stride is an immediate address;
-// the outermost dimension needs no division either.
+// Where element `i` lies in each of the first kCount operands; returns how many elements its row,
+// the innermost dimension, still has. Dense operands have one dimension and need no division. The
+// loop is unrolled so that every size and stride is an immediate address; the outermost dimension
+// needs no division either.
 template <int kCount>
-__device__ inline void locate(const Operands& ops, int64_t i, int64_t (&offset)[kCount]) {
+__device__ inline uint32_t locate(const Operands& ops, int64_t i, int64_t (&offset)[kCount]) {
     if (ops.dims <= 1) {
         for (int o = 0; o < kCount; ++o) offset[o] = i * ops.stride[o][0];
-        return;
+        return UINT32_MAX;
     }
-    uint32_t rest = i, at[kCount] = {};
+    uint32_t rest = i, left = 0, at[kCount] = {};
 #pragma unroll
     for (int d = 0; d < kOutermost; ++d) {
         const Divisor size = ops.size[d];
         const uint32_t above = (__umulhi(rest, size.magic) + rest) >> size.shift;
         const uint32_t index = rest - above * size.value;
+        if (d == 0) left = size.value - index;
         for (int o = 0; o < kCount; ++o) at[o] += index * uint32_t(ops.stride[o][d]);
         rest = above;
         if (d + 2 == ops.dims) break;
     }
     for (int o = 0; o < kCount; ++o) offset[o] = at[o] + rest * uint32_t(ops.stride[o][kOutermost]);
+    return left;
 }
 
-// An operand that does not move along the innermost dimension fills the pack with its one value.
+// A pack by one access where those of the operand are whole. Elsewhere its elements are `left` at
+// most of the row that goes on at `offset`, and others of the row that begins at `next`.
 template <typename T, int kVec>
-__device__ inline Pack<T, kVec> load(const Operands& ops, int o, int64_t offset) {
+__device__ inline Pack<T, kVec> load(const Operands& ops, int o, int64_t offset, uint32_t left,
+                                     int64_t next) {
     if constexpr (kVec > 1) {
-        if (ops.stride[o][0] == 0) {
+        if (!(ops.whole >> o & 1)) {
+            const T* const data = static_cast<const T*>(ops.data[o]);
+            const int64_t step = ops.stride[o][0];
             Pack<T, kVec> pack;
-            for (T& element : pack.at) element = static_cast<const T*>(ops.data[o])[offset];
+            if (step == 0 && left >= kVec) {
+                for (T& element : pack.at) element = data[offset];
+                return pack;
+            }
+            for (uint32_t v = 0; v < kVec; ++v) {
+                pack.at[v] = data[v < left ? offset + v * step : next + (v - left) * step];
+            }
             return pack;
         }
     }
     return pack_at<T, kVec>(ops.data[o], offset);
 }
 
-// Packs are right when each operand moves by one element along the innermost dimension, or not at
-// all, and every row starts on a pack's boundary and holds whole packs. A single row may be ragged:
-// its last elements go to the scalar kernel.
-inline bool allows_packs(const Operands& ops, int count, int vec) {
-    if (ops.dims == 0 || (ops.dims > 1 && ops.size[0].value % vec != 0)) return false;
-    for (int o = 0; o < count; ++o) {
-        if (ops.stride[o][0] == 0) continue;
-        const auto address = reinterpret_cast<uintptr_t>(ops.data[o]);
-        if (ops.stride[o][0] != 1 || address % (vec * ops.bytes[o]) != 0) return false;
-        for (int d = 1; d < kMaxDims; ++d) {
-            if (ops.stride[o][d] % vec != 0) return false;
-        }
+// Whether an operand's packs are whole: neighbours in memory that start on a pack's boundary. Where
+// rows are not made up of packs, some lie across two, so that all rows have to follow each other.
+inline bool has_whole_packs(const Operands& ops, int o, int vec) {
+    const auto address = reinterpret_cast<uintptr_t>(ops.data[o]);
+    if (ops.stride[o][0] != 1 || address % (vec * ops.bytes[o]) != 0) return false;
+    const bool across = ops.dims > 1 && ops.size[0].value % vec != 0;
+    int64_t dense = 1;
+    for (int d = 1; d < ops.dims; ++d) {
+        dense *= ops.size[d - 1].value;
+        const int64_t stride = ops.stride[o][d + 1 == ops.dims ? kOutermost : d];
+        if (across ? stride != dense : stride % vec != 0) return false;
     }
     return true;
 }
+
+// The same operands with those marked that the vector kernel moves by packs. It needs them of each
+// result; an input may also have rows that are dense, or of one value. A single row may be ragged:
+// its last elements go to the scalar kernel.
+inline Operands with_packs(Operands ops, int outputs, int count, int vec) {
+    if (ops.dims == 0 || (ops.dims > 1 && ops.size[0].value < uint32_t(vec))) return ops;
+    uint64_t whole = 0;
+    for (int o = 0; o < count; ++o) {
+        if (has_whole_packs(ops, o, vec)) {
+            whole |= uint64_t(1) << o;
+        } else if (o < outputs || ops.stride[o][0] > 1) {
+            return ops;
+        }
+    }
+    ops.whole = whole;
+    return ops;
+}
+
+inline bool allows_packs(const Operands& ops, int, int) { return ops.whole != 0; }
 
 inline unsigned blocks(int64_t threads) { return (threads + kThreads - 1) / kThreads; }
 
@@ -219,9 +251,11 @@ add_sigmoid_mul_tanh_gelu_hardtanh_kernel(const Operands ops, int64_t begin, int
     const int64_t i = begin + (int64_t(blockIdx.x) * kThreads + threadIdx.x) * kVec;
     if (i >= end) return;
     int64_t offset[3];
-    locate(ops, i, offset);
-    const auto linear_pack = load<T, kVec>(ops, 1, offset[1]);
-    const auto add_value_pack = load<T, kVec>(ops, 2, offset[2]);
+    const uint32_t left = locate(ops, i, offset);
+    int64_t next[3] = {};
+    if (left < kVec) locate(ops, i + left, next);
+    const auto linear_pack = load<T, kVec>(ops, 1, offset[1], left, next[1]);
+    const auto add_value_pack = load<T, kVec>(ops, 2, offset[2], left, next[2]);
     Pack<T, kVec> hardtanh_pack;
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
@@ -240,16 +274,19 @@ add_sigmoid_mul_tanh_gelu_hardtanh_kernel(const Operands ops, int64_t begin, int
 
 cudaError_t add_sigmoid_mul_tanh_gelu_hardtanh_launch(const Operands& ops, cudaStream_t stream) {
     if (ops.dtype == kFloat32) {
+        const Operands marked = with_packs(ops, 1, 3, 4);
         return run<4>(add_sigmoid_mul_tanh_gelu_hardtanh_kernel<float, 4>,
-            add_sigmoid_mul_tanh_gelu_hardtanh_kernel<float, 1>, ops, 3, stream);
+            add_sigmoid_mul_tanh_gelu_hardtanh_kernel<float, 1>, marked, 3, stream);
     }
     if (ops.dtype == kFloat16) {
+        const Operands marked = with_packs(ops, 1, 3, 8);
         return run<8>(add_sigmoid_mul_tanh_gelu_hardtanh_kernel<__half, 8>,
-            add_sigmoid_mul_tanh_gelu_hardtanh_kernel<__half, 1>, ops, 3, stream);
+            add_sigmoid_mul_tanh_gelu_hardtanh_kernel<__half, 1>, marked, 3, stream);
     }
     if (ops.dtype == kBfloat16) {
+        const Operands marked = with_packs(ops, 1, 3, 8);
         return run<8>(add_sigmoid_mul_tanh_gelu_hardtanh_kernel<__nv_bfloat16, 8>,
-            add_sigmoid_mul_tanh_gelu_hardtanh_kernel<__nv_bfloat16, 1>, ops, 3, stream);
+            add_sigmoid_mul_tanh_gelu_hardtanh_kernel<__nv_bfloat16, 1>, marked, 3, stream);
     }
     return cudaErrorInvalidValue;
 }
@@ -258,6 +295,7 @@ cudaError_t add_sigmoid_mul_tanh_gelu_hardtanh_launch(const Operands& ops, cudaS
 _CPP = r"""
 #include <ATen/TensorIterator.h>
 #include <ATen/native/TypeProperties.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -301,6 +339,16 @@ at::ScalarType unify(std::initializer_list<Input> inputs) {
     return dtype;
 }
 
+// Whether all have one shape and lie alike and dense: one index serves them all, and a call does
+// without an iterator, which takes the host some 10 us.
+bool alike(at::TensorList tensors) {
+    const at::Tensor& first = tensors[0];
+    return first.is_non_overlapping_and_dense() &&
+           std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
+               return tensor.sizes() == first.sizes() && tensor.strides() == first.strides();
+           });
+}
+
 // PyTorch's own iterator broadcasts, gives an undefined output its shape and strides, and orders
 // and merges the dimensions.
 at::TensorIterator iterate(std::initializer_list<at::Tensor> outputs,
@@ -323,9 +371,13 @@ at::Tensor empty_as(const at::Tensor& layout, at::ScalarType dtype, at::Device d
     return at::empty_strided(layout.sizes(), layout.strides(), at::device(device).dtype(dtype));
 }
 
-bool all_contiguous(std::initializer_list<at::Tensor> tensors) {
-    return std::all_of(tensors.begin(), tensors.end(),
-                       [](const at::Tensor& tensor) { return tensor.is_contiguous(); });
+// The result for tensors that are alike: its strides are what each step of the reference keeps.
+at::Tensor empty_alike(const at::Tensor& tensor, at::ScalarType dtype) {
+    const at::TensorOptions options = tensor.options().dtype(dtype);
+    for (const auto format : {at::MemoryFormat::Contiguous, at::MemoryFormat::ChannelsLast}) {
+        if (tensor.is_contiguous(format)) return at::empty(tensor.sizes(), options, format);
+    }
+    return at::empty_strided(tensor.sizes(), tensor.strides(), options);
 }
 
 // Granlund and Montgomery, "Division by invariant integers using multiplication" (1994); right for
@@ -337,14 +389,19 @@ Divisor divisor(uint64_t value) {
     return {uint32_t(value), uint32_t(magic), shift};
 }
 
-Operands operands(const at::TensorIteratorBase& iter, at::ScalarType dtype) {
+Operands operands(at::ScalarType dtype, int64_t count, int dims) {
     TORCH_CHECK(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16,
                 "ModelNew was generated for float32, float16, bfloat16, not for ", dtype);
-    TORCH_CHECK(iter.ndim() <= kMaxDims, "ModelNew takes ", kMaxDims, " dimensions at most");
+    TORCH_CHECK(dims <= kMaxDims, "ModelNew takes ", kMaxDims, " dimensions at most");
     Operands ops = {};
     ops.dtype = dtype == at::kFloat ? kFloat32 : dtype == at::kHalf ? kFloat16 : kBfloat16;
-    ops.count = iter.numel();
-    ops.dims = iter.ndim();
+    ops.count = count;
+    ops.dims = dims;
+    return ops;
+}
+
+Operands operands(const at::TensorIteratorBase& iter, at::ScalarType dtype) {
+    Operands ops = operands(dtype, iter.numel(), iter.ndim());
     for (int o = 0; o < iter.ntensors(); ++o) {
         ops.data[o] = iter.data_ptr(o);
         ops.bytes[o] = iter.element_size(o);
@@ -361,9 +418,24 @@ Operands operands(const at::TensorIteratorBase& iter, at::ScalarType dtype) {
 
 // One dimension goes in one launch of any length, several in parts that 32 bits can index.
 template <typename Launcher>
-void launch(at::TensorIterator& iter, at::ScalarType dtype, Launcher launcher) {
-    if (iter.numel() == 0) return;
+void launch(std::initializer_list<at::Tensor> outputs, std::initializer_list<at::Tensor> inputs,
+            at::ScalarType dtype, Launcher launcher) {
+    const at::Tensor& out = *outputs.begin();
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+    std::vector<at::Tensor> all(outputs);
+    all.insert(all.end(), inputs);
+    if (alike(all)) {
+        Operands ops = operands(dtype, out.numel(), 1);
+        for (size_t o = 0; o < all.size(); ++o) {
+            ops.data[o] = const_cast<void*>(all[o].const_data_ptr());
+            ops.bytes[o] = all[o].element_size();
+            ops.stride[o][0] = 1;
+        }
+        if (ops.count > 0) C10_CUDA_CHECK(launcher(ops, stream));
+        return;
+    }
+    at::TensorIterator iter = iterate(outputs, inputs, dtype, out.device());
+    if (iter.numel() == 0) return;
     if (iter.ndim() <= 1) {
         C10_CUDA_CHECK(launcher(operands(iter, dtype), stream));
         return;
@@ -378,22 +450,23 @@ cudaError_t add_sigmoid_mul_tanh_gelu_hardtanh_launch(const Operands& ops, cudaS
 at::Tensor add_sigmoid_mul_tanh_gelu_hardtanh_forward(at::Tensor linear, at::Tensor add_value) {
     const at::ScalarType dtype = unify({{"linear", linear}, {"add_value", add_value}});
     const c10::cuda::CUDAGuard guard(linear.device());
-    at::Tensor out;  // left undefined it becomes dense, which is right for dense inputs
-    if (!all_contiguous({linear, add_value})) {
+    at::Tensor hardtanh;
+    if (alike({linear, add_value})) {
+        hardtanh = empty_alike(linear, dtype);
+    } else {
         const at::Tensor add_like = like({linear, add_value});
         const at::Tensor mul_like = like({add_like, add_like});
-        out = empty_as(mul_like, dtype, linear.device());
+        hardtanh = empty_as(mul_like, dtype, linear.device());
     }
-    at::TensorIterator iter = iterate({out}, {linear, add_value}, dtype, linear.device());
-    launch(iter, dtype, [&](const Operands& ops, cudaStream_t stream) {
+    launch({hardtanh}, {linear, add_value}, dtype, [&](const Operands& ops, cudaStream_t stream) {
         return add_sigmoid_mul_tanh_gelu_hardtanh_launch(ops, stream);
     });
-    return iter.output();
+    return hardtanh;
 }
 """
 
 _cuda = load_inline(
-    name="linear_swish_tanh_gelu_hardtanh_453f0da8415b",
+    name="linear_swish_tanh_gelu_hardtanh_1bd6d49e857a",
     cpp_sources=_SHARED + _CPP,
     cuda_sources=_SHARED + _CUDA,
     functions=["add_sigmoid_mul_tanh_gelu_hardtanh_forward"],

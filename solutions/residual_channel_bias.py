@@ -31,6 +31,7 @@ struct Operands {
     Divisor size[kMaxDims];
     int64_t stride[kMaxOperands][kMaxDims];
     int bytes[kMaxOperands];  // of one element
+    uint64_t whole;  // in bits, the operands that a kernel moves by packs; see with_packs
     void* data[kMaxOperands];
 };
 """
@@ -61,56 +62,87 @@ __device__ inline auto& pack_at(void* data, int64_t offset) {
     return *reinterpret_cast<Pack<T, kVec>*>(static_cast<T*>(data) + offset);
 }
 
-// Where element `i` lies in each of the first kCount operands. Dense operands have one dimension
-// and need no division. The loop is unrolled so that every size and stride is an immediate address;
-// the outermost dimension needs no division either.
+// Where element `i` lies in each of the first kCount operands; returns how many elements its row,
+// the innermost dimension, still has. Dense operands have one dimension and need no division. The
+// loop is unrolled so that every size and stride is an immediate address; the outermost dimension
+// needs no division either.
 template <int kCount>
-__device__ inline void locate(const Operands& ops, int64_t i, int64_t (&offset)[kCount]) {
+__device__ inline uint32_t locate(const Operands& ops, int64_t i, int64_t (&offset)[kCount]) {
     if (ops.dims <= 1) {
         for (int o = 0; o < kCount; ++o) offset[o] = i * ops.stride[o][0];
-        return;
+        return UINT32_MAX;
     }
-    uint32_t rest = i, at[kCount] = {};
+    uint32_t rest = i, left = 0, at[kCount] = {};
 #pragma unroll
     for (int d = 0; d < kOutermost; ++d) {
         const Divisor size = ops.size[d];
         const uint32_t above = (__umulhi(rest, size.magic) + rest) >> size.shift;
         const uint32_t index = rest - above * size.value;
+        if (d == 0) left = size.value - index;
         for (int o = 0; o < kCount; ++o) at[o] += index * uint32_t(ops.stride[o][d]);
         rest = above;
         if (d + 2 == ops.dims) break;
     }
     for (int o = 0; o < kCount; ++o) offset[o] = at[o] + rest * uint32_t(ops.stride[o][kOutermost]);
+    return left;
 }
 
-// An operand that does not move along the innermost dimension fills the pack with its one value.
+// A pack by one access where those of the operand are whole. Elsewhere its elements are `left` at
+// most of the row that goes on at `offset`, and others of the row that begins at `next`.
 template <typename T, int kVec>
-__device__ inline Pack<T, kVec> load(const Operands& ops, int o, int64_t offset) {
+__device__ inline Pack<T, kVec> load(const Operands& ops, int o, int64_t offset, uint32_t left,
+                                     int64_t next) {
     if constexpr (kVec > 1) {
-        if (ops.stride[o][0] == 0) {
+        if (!(ops.whole >> o & 1)) {
+            const T* const data = static_cast<const T*>(ops.data[o]);
+            const int64_t step = ops.stride[o][0];
             Pack<T, kVec> pack;
-            for (T& element : pack.at) element = static_cast<const T*>(ops.data[o])[offset];
+            if (step == 0 && left >= kVec) {
+                for (T& element : pack.at) element = data[offset];
+                return pack;
+            }
+            for (uint32_t v = 0; v < kVec; ++v) {
+                pack.at[v] = data[v < left ? offset + v * step : next + (v - left) * step];
+            }
             return pack;
         }
     }
     return pack_at<T, kVec>(ops.data[o], offset);
 }
 
-// Packs are right when each operand moves by one element along the innermost dimension, or not at
-// all, and every row starts on a pack's boundary and holds whole packs. A single row may be ragged:
-// its last elements go to the scalar kernel.
-inline bool allows_packs(const Operands& ops, int count, int vec) {
-    if (ops.dims == 0 || (ops.dims > 1 && ops.size[0].value % vec != 0)) return false;
-    for (int o = 0; o < count; ++o) {
-        if (ops.stride[o][0] == 0) continue;
-        const auto address = reinterpret_cast<uintptr_t>(ops.data[o]);
-        if (ops.stride[o][0] != 1 || address % (vec * ops.bytes[o]) != 0) return false;
-        for (int d = 1; d < kMaxDims; ++d) {
-            if (ops.stride[o][d] % vec != 0) return false;
-        }
+// Whether an operand's packs are whole: neighbours in memory that start on a pack's boundary. Where
+// rows are not made up of packs, some lie across two, so that all rows have to follow each other.
+inline bool has_whole_packs(const Operands& ops, int o, int vec) {
+    const auto address = reinterpret_cast<uintptr_t>(ops.data[o]);
+    if (ops.stride[o][0] != 1 || address % (vec * ops.bytes[o]) != 0) return false;
+    const bool across = ops.dims > 1 && ops.size[0].value % vec != 0;
+    int64_t dense = 1;
+    for (int d = 1; d < ops.dims; ++d) {
+        dense *= ops.size[d - 1].value;
+        const int64_t stride = ops.stride[o][d + 1 == ops.dims ? kOutermost : d];
+        if (across ? stride != dense : stride % vec != 0) return false;
     }
     return true;
 }
+
+// The same operands with those marked that the vector kernel moves by packs. It needs them of each
+// result; an input may also have rows that are dense, or of one value. A single row may be ragged:
+// its last elements go to the scalar kernel.
+inline Operands with_packs(Operands ops, int outputs, int count, int vec) {
+    if (ops.dims == 0 || (ops.dims > 1 && ops.size[0].value < uint32_t(vec))) return ops;
+    uint64_t whole = 0;
+    for (int o = 0; o < count; ++o) {
+        if (has_whole_packs(ops, o, vec)) {
+            whole |= uint64_t(1) << o;
+        } else if (o < outputs || ops.stride[o][0] > 1) {
+            return ops;
+        }
+    }
+    ops.whole = whole;
+    return ops;
+}
+
+inline bool allows_packs(const Operands& ops, int, int) { return ops.whole != 0; }
 
 inline unsigned blocks(int64_t threads) { return (threads + kThreads - 1) / kThreads; }
 
@@ -132,10 +164,12 @@ add_relu_mul_add_kernel(const Operands ops, int64_t begin, int64_t end, float sc
     const int64_t i = begin + (int64_t(blockIdx.x) * kThreads + threadIdx.x) * kVec;
     if (i >= end) return;
     int64_t offset[4];
-    locate(ops, i, offset);
-    const auto x_pack = load<T, kVec>(ops, 1, offset[1]);
-    const auto bias_pack = load<T, kVec>(ops, 2, offset[2]);
-    const auto residual_pack = load<T, kVec>(ops, 3, offset[3]);
+    const uint32_t left = locate(ops, i, offset);
+    int64_t next[4] = {};
+    if (left < kVec) locate(ops, i + left, next);
+    const auto x_pack = load<T, kVec>(ops, 1, offset[1], left, next[1]);
+    const auto bias_pack = load<T, kVec>(ops, 2, offset[2], left, next[2]);
+    const auto residual_pack = load<T, kVec>(ops, 3, offset[3], left, next[3]);
     Pack<T, kVec> add_1_pack;
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
@@ -153,16 +187,19 @@ add_relu_mul_add_kernel(const Operands ops, int64_t begin, int64_t end, float sc
 
 cudaError_t add_relu_mul_add_launch(const Operands& ops, float scale, cudaStream_t stream) {
     if (ops.dtype == kFloat32) {
-        return run<4>(add_relu_mul_add_kernel<float, 4>, add_relu_mul_add_kernel<float, 1>, ops, 4,
-            stream, scale);
-    }
-    if (ops.dtype == kFloat16) {
-        return run<8>(add_relu_mul_add_kernel<__half, 8>, add_relu_mul_add_kernel<__half, 1>, ops,
+        const Operands marked = with_packs(ops, 1, 4, 4);
+        return run<4>(add_relu_mul_add_kernel<float, 4>, add_relu_mul_add_kernel<float, 1>, marked,
             4, stream, scale);
     }
+    if (ops.dtype == kFloat16) {
+        const Operands marked = with_packs(ops, 1, 4, 8);
+        return run<8>(add_relu_mul_add_kernel<__half, 8>, add_relu_mul_add_kernel<__half, 1>,
+            marked, 4, stream, scale);
+    }
     if (ops.dtype == kBfloat16) {
+        const Operands marked = with_packs(ops, 1, 4, 8);
         return run<8>(add_relu_mul_add_kernel<__nv_bfloat16, 8>,
-            add_relu_mul_add_kernel<__nv_bfloat16, 1>, ops, 4, stream, scale);
+            add_relu_mul_add_kernel<__nv_bfloat16, 1>, marked, 4, stream, scale);
     }
     return cudaErrorInvalidValue;
 }
@@ -171,6 +208,7 @@ cudaError_t add_relu_mul_add_launch(const Operands& ops, float scale, cudaStream
 _CPP = r"""
 #include <ATen/TensorIterator.h>
 #include <ATen/native/TypeProperties.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -214,6 +252,16 @@ at::ScalarType unify(std::initializer_list<Input> inputs) {
     return dtype;
 }
 
+// Whether all have one shape and lie alike and dense: one index serves them all, and a call does
+// without an iterator, which takes the host some 10 us.
+bool alike(at::TensorList tensors) {
+    const at::Tensor& first = tensors[0];
+    return first.is_non_overlapping_and_dense() &&
+           std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
+               return tensor.sizes() == first.sizes() && tensor.strides() == first.strides();
+           });
+}
+
 // PyTorch's own iterator broadcasts, gives an undefined output its shape and strides, and orders
 // and merges the dimensions.
 at::TensorIterator iterate(std::initializer_list<at::Tensor> outputs,
@@ -236,9 +284,13 @@ at::Tensor empty_as(const at::Tensor& layout, at::ScalarType dtype, at::Device d
     return at::empty_strided(layout.sizes(), layout.strides(), at::device(device).dtype(dtype));
 }
 
-bool all_contiguous(std::initializer_list<at::Tensor> tensors) {
-    return std::all_of(tensors.begin(), tensors.end(),
-                       [](const at::Tensor& tensor) { return tensor.is_contiguous(); });
+// The result for tensors that are alike: its strides are what each step of the reference keeps.
+at::Tensor empty_alike(const at::Tensor& tensor, at::ScalarType dtype) {
+    const at::TensorOptions options = tensor.options().dtype(dtype);
+    for (const auto format : {at::MemoryFormat::Contiguous, at::MemoryFormat::ChannelsLast}) {
+        if (tensor.is_contiguous(format)) return at::empty(tensor.sizes(), options, format);
+    }
+    return at::empty_strided(tensor.sizes(), tensor.strides(), options);
 }
 
 // Granlund and Montgomery, "Division by invariant integers using multiplication" (1994); right for
@@ -250,14 +302,19 @@ Divisor divisor(uint64_t value) {
     return {uint32_t(value), uint32_t(magic), shift};
 }
 
-Operands operands(const at::TensorIteratorBase& iter, at::ScalarType dtype) {
+Operands operands(at::ScalarType dtype, int64_t count, int dims) {
     TORCH_CHECK(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16,
                 "ModelNew was generated for float32, float16, bfloat16, not for ", dtype);
-    TORCH_CHECK(iter.ndim() <= kMaxDims, "ModelNew takes ", kMaxDims, " dimensions at most");
+    TORCH_CHECK(dims <= kMaxDims, "ModelNew takes ", kMaxDims, " dimensions at most");
     Operands ops = {};
     ops.dtype = dtype == at::kFloat ? kFloat32 : dtype == at::kHalf ? kFloat16 : kBfloat16;
-    ops.count = iter.numel();
-    ops.dims = iter.ndim();
+    ops.count = count;
+    ops.dims = dims;
+    return ops;
+}
+
+Operands operands(const at::TensorIteratorBase& iter, at::ScalarType dtype) {
+    Operands ops = operands(dtype, iter.numel(), iter.ndim());
     for (int o = 0; o < iter.ntensors(); ++o) {
         ops.data[o] = iter.data_ptr(o);
         ops.bytes[o] = iter.element_size(o);
@@ -274,9 +331,24 @@ Operands operands(const at::TensorIteratorBase& iter, at::ScalarType dtype) {
 
 // One dimension goes in one launch of any length, several in parts that 32 bits can index.
 template <typename Launcher>
-void launch(at::TensorIterator& iter, at::ScalarType dtype, Launcher launcher) {
-    if (iter.numel() == 0) return;
+void launch(std::initializer_list<at::Tensor> outputs, std::initializer_list<at::Tensor> inputs,
+            at::ScalarType dtype, Launcher launcher) {
+    const at::Tensor& out = *outputs.begin();
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+    std::vector<at::Tensor> all(outputs);
+    all.insert(all.end(), inputs);
+    if (alike(all)) {
+        Operands ops = operands(dtype, out.numel(), 1);
+        for (size_t o = 0; o < all.size(); ++o) {
+            ops.data[o] = const_cast<void*>(all[o].const_data_ptr());
+            ops.bytes[o] = all[o].element_size();
+            ops.stride[o][0] = 1;
+        }
+        if (ops.count > 0) C10_CUDA_CHECK(launcher(ops, stream));
+        return;
+    }
+    at::TensorIterator iter = iterate(outputs, inputs, dtype, out.device());
+    if (iter.numel() == 0) return;
     if (iter.ndim() <= 1) {
         C10_CUDA_CHECK(launcher(operands(iter, dtype), stream));
         return;
@@ -292,23 +364,24 @@ at::Tensor add_relu_mul_add_forward(at::Tensor x, at::Tensor bias, at::Tensor re
     double scale) {
     const at::ScalarType dtype = unify({{"x", x}, {"bias", bias}, {"residual", residual}});
     const c10::cuda::CUDAGuard guard(x.device());
-    at::Tensor out;  // left undefined it becomes dense, which is right for dense inputs
-    if (!all_contiguous({x, bias, residual})) {
+    at::Tensor add_1;
+    if (alike({x, bias, residual})) {
+        add_1 = empty_alike(x, dtype);
+    } else {
         const at::Tensor add_like = like({x, bias});
         const at::Tensor mul_like = like({residual});
         const at::Tensor add_1_like = like({add_like, mul_like});
-        out = empty_as(add_1_like, dtype, x.device());
+        add_1 = empty_as(add_1_like, dtype, x.device());
     }
-    at::TensorIterator iter = iterate({out}, {x, bias, residual}, dtype, x.device());
-    launch(iter, dtype, [&](const Operands& ops, cudaStream_t stream) {
+    launch({add_1}, {x, bias, residual}, dtype, [&](const Operands& ops, cudaStream_t stream) {
         return add_relu_mul_add_launch(ops, scale, stream);
     });
-    return iter.output();
+    return add_1;
 }
 """
 
 _cuda = load_inline(
-    name="residual_channel_bias_5916787da384",
+    name="residual_channel_bias_9363b007d442",
     cpp_sources=_SHARED + _CPP,
     cuda_sources=_SHARED + _CUDA,
     functions=["add_relu_mul_add_forward"],

@@ -21,7 +21,9 @@ import importlib.util
 import os
 import re
 import subprocess
+import sys
 import sysconfig
+import tempfile
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -104,13 +106,41 @@ def load_on_cpu(text: str, folder: Path, extension: Path | None = None) -> Names
     return _execute(text, lambda **_: getattr(module, asked.name))
 
 
-def address_sanitizer() -> Path | None:
-    """The run-time library that a process with such an extension has to preload."""
+def under_address_sanitizer(script: str, extension: Path, texts: Sequence[str]) -> str | None:
+    """What `script` says on both streams in a process of its own; None without the library.
+
+    It finds the models of `texts`, whose kernels `extension` has, in the list `models`.
+    """
     answer = subprocess.run(
         ["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
     )
-    path = Path(answer.stdout.strip())
-    return path.resolve() if path.is_absolute() else None
+    library = Path(answer.stdout.strip())
+    if not library.is_absolute():
+        return None
+    here = Path(__file__).resolve().parent
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / f"{i}.py" for i in range(len(texts))]
+        for file, text in zip(files, texts, strict=True):
+            file.write_text(text)
+        done = subprocess.run(
+            [sys.executable, "-c", _MODELS + script, f"{here}:{here.parent}", extension, *files],
+            env={
+                **os.environ, "LD_PRELOAD": str(library.resolve()),
+                "ASAN_OPTIONS": "detect_leaks=0",
+            },
+            capture_output=True, text=True, timeout=300, check=False,
+        )  # fmt: skip
+    return done.stdout + done.stderr
+
+
+_MODELS = """
+import sys, torch
+from pathlib import Path
+sys.path[:0] = sys.argv[1].split(":")
+import cpu
+extension, *texts = map(Path, sys.argv[2:])
+models = [cpu.load_on_cpu(t.read_text(), t.parent, extension)["ModelNew"]() for t in texts]
+"""
 
 
 def _execute(text: str, load_inline: Callable[..., Any] | None) -> Namespace:

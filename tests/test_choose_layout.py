@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import references
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from modelnew import layout
 from modelnew.interpret import interpret
-from modelnew.ir import Library, Plan, Pointwise
+from modelnew.ir import Library, Live, Plan, Pointwise
 from modelnew.pipeline import planned
 
 CONV = "self.conv = nn.Conv2d(16, 16, 3)"
@@ -197,6 +198,68 @@ def test_the_plan_that_cudnn_finds_by_trying(made: Callable[..., Any]) -> None:
     )  # fmt: skip
     (call,) = (s.node for s in plan.steps if isinstance(s, Library))
     assert call.op == "aten._convolution.default"
-    assert (call.value("benchmark"), call.value("deterministic")) == (True, True)
+    at_traced_sizes = Live(layout.AT_TRACED_SIZES, True)
+    assert {call.value("benchmark"), call.value("deterministic")} == {at_traced_sizes}
     with torch.no_grad():
         torch.testing.assert_close(interpret(plan, model, {"x": x}), model(x))
+
+
+@pytest.mark.parametrize(("images", "moves"), [(2, False), (2000, True)])
+def test_a_model_that_is_bound_by_its_host_stays_as_it_is(
+    images: int, moves: bool, made: Callable[..., Any]
+) -> None:
+    """Half a gigabyte a tensor, or half a megabyte: 20 calls take the host 0.36 ms."""
+    body = "\n".join(["for layer in self.layers:", "    x = torch.relu(layer(x))", "return x"])
+    init = "self.layers = nn.ModuleList(nn.Conv2d(16, 16, 3, padding=1) for _ in range(10))"
+    plan, _, _ = made(body, init, f"torch.empty({images}, 16, 64, 64, device='meta')", large=False)
+    assert ("[as_channels_last channels_last]" in steps(plan)) == moves
+
+
+class Operands(TorchDispatchMode):
+    """Notes the layout that convolutions read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[bool] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "convolution" in str(func):
+            self.found.append(args[0].is_contiguous(memory_format=torch.channels_last))
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(
+    ("shape", "last"),
+    [((2, 16, 9, 8), True), ((5, 16, 9, 8), True), ((2, 16, 9, 10), False), ((2, 16, 8, 8), False)],
+)
+def test_other_sizes_keep_the_layout_of_the_reference(
+    shape: tuple[int, ...], last: bool, made: Callable[..., Any]
+) -> None:
+    """cuDNN may take TF32 there for channels_last alone; another batch changes nothing."""
+    plan, model, _ = made(*MODELS["two"])
+    x = torch.randn(shape)
+    with torch.no_grad(), Operands() as operands:
+        found = interpret(plan, model, {"x": x})
+    assert operands.found == [last, last]
+    torch.testing.assert_close(found, model(x))
+    assert found.is_contiguous()
+
+
+NORMS = f"{TWO}\nself.first, self.norm = nn.BatchNorm2d(16), nn.BatchNorm2d(32)"
+
+
+@pytest.mark.parametrize(
+    ("forward", "moves"),
+    [
+        ("return torch.relu(self.norm(self.b(torch.relu(self.a(x)))))", False),
+        ("return self.norm(self.b(self.first(self.a(x))) * 2) * 3, x + 1", False),
+        ("y = self.b(self.a(x))\nreturn F.instance_norm(torch.tanh(y) * y)", False),
+        ("y = self.b(self.first(self.a(x)))\nreturn y", True),
+        ("y = self.b(self.a(x))\nreturn torch.relu(self.norm(y) + y)", True),
+    ],
+)
+def test_what_is_normalized_last_keeps_its_sums(
+    forward: str, moves: bool, made: Callable[..., Any]
+) -> None:
+    plan, _, _ = made(forward, NORMS)
+    assert any(isinstance(s, Pointwise) and s.layout for s in plan.steps) == moves

@@ -7,10 +7,7 @@ that they are told. Kernels that are broken on purpose show that the tests see w
 from __future__ import annotations
 
 import ctypes
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -401,7 +398,8 @@ def test_text_keeps_the_rules(name: str, collection: Collection) -> None:
     text = collection.texts[name]
     assert not text_faults(text)
     assert not extension_faults(asked(text))
-    assert max(len(line) for line in text.splitlines() if not line.startswith("#")) <= 100
+    folded = (line for line in text.splitlines() if ", " in line and not line.startswith("#"))
+    assert max(map(len, folded)) <= 100
 
 
 # --- the tests themselves ------------------------------------------------------------------------
@@ -470,13 +468,7 @@ def test_threads_work_together(collection: Collection) -> None:
 
 
 RUN = """
-import sys, torch
-from pathlib import Path
-sys.path[:0] = sys.argv[1].split(":")
-import cpu
-extension, right, wrong = map(Path, sys.argv[2:])
-def built(path): return cpu.load_on_cpu(path.read_text(), path.parent, extension)["ModelNew"]()
-right, wrong = map(built, (right, wrong))
+right, wrong = models
 def last(x): return x.contiguous(memory_format=torch.channels_last)
 for n, c, h, w in ((2, 65, 7, 9), (2, 64, 8, 8), (1, 3, 9, 31), (1, 8, 16, 64)):
     x = torch.randn(n, c, h, w)
@@ -488,27 +480,15 @@ print("not seen")
 """
 
 
-def test_address_sanitizer(collection: Collection, tmp_path: Path) -> None:
+def test_address_sanitizer(collection: Collection) -> None:
     """No access outside of exactly sized buffers, and one planted access is seen."""
-    library = cpu.address_sanitizer()
-    if library is None:
+    texts = [collection.texts[name] for name in ADDRESS]
+    said = cpu.under_address_sanitizer(RUN, collection.build(address=True), texts)
+    if said is None:
         pytest.skip("g++ has no shared libasan")
-    files = [tmp_path / f"{i}.py" for i in range(len(ADDRESS))]
-    for file, name in zip(files, ADDRESS, strict=True):
-        file.write_text(collection.texts[name])
-    here = Path(__file__).resolve().parent
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, f"{here}:{here.parent}", collection.build(address=True)]
-        + [str(file) for file in files],
-        env={**os.environ, "LD_PRELOAD": str(library), "ASAN_OPTIONS": "detect_leaks=0"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.stdout.startswith("clean"), done.stderr[-4000:]
-    assert "not seen" not in done.stdout
-    assert "heap-buffer-overflow" in done.stderr
+    assert said.startswith("clean"), said[-4000:]
+    assert "not seen" not in said
+    assert "heap-buffer-overflow" in said
 
 
 # --- nvcc ----------------------------------------------------------------------------------------

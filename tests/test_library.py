@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,18 @@ WRITTEN: Mapping[str, Node] = {
     ),
     "torch.cat([x, x], 1)": node("aten.cat.default", (X, X), 1),
     "torch.where(mask, x, x)": node("aten.where.self", Ref("mask"), X, X),
+    "x.to(x.device)": node("aten.to.dtype_layout", X, device=Literal("x.device")),
+    "torch.einsum('ij,jk->ik', x, self.linear.weight)": node(
+        "aten.einsum.default", "ij,jk->ik", (X, W), path=(0, 1)
+    ),
+    "x.contiguous()": node("aten.contiguous.default", X),
+    "x[:, :4:2]": node("aten.slice.Tensor", X, 1, 0, 4, 2),
+    "x[1:]": node("aten.slice.Tensor", X, 0, 1, sys.maxsize, 1),
+    "image[:, :, :, -3:-1]": node("aten.slice.Tensor", IMAGE, -1, -3, -1, 1),
+    "torch.linalg.vector_norm(x, dim=[1], keepdim=True)": node(
+        "aten.linalg_vector_norm.default", X, dim=(1,), keepdim=True
+    ),
+    "torch._foreach_add_([x, x], 1)": node("aten._foreach_add_.Scalar", (X, X), 1),
     "x.unsqueeze(1)": node("aten.unsqueeze.default", X, 1),
     "x.softmax(-1)": node("aten.softmax.int", X, -1),
     "x.sum([1], True)": node("aten.sum.dim_IntList", X, (1,), True),
@@ -62,11 +75,9 @@ WRITTEN: Mapping[str, Node] = {
         "aten.zeros.default", (4,), device=Literal("x.device")
     ),
 }
-# A Python number becomes a tensor, `contiguous` asks before it calls, `slice` has no method.
+# A Python number becomes a tensor; of pooling there is a Python function alone.
 KEPT = (
     node("aten.add.Scalar", X, 2.0),
-    node("aten.contiguous.default", X),
-    node("aten.slice.Tensor", X, 1, 0, 4, 2),
     node("aten.adaptive_avg_pool2d.default", IMAGE, (3, 3)),
 )
 

@@ -275,6 +275,13 @@ Some GPU, PyTorch 2.11.0, CUDA 13.0, copy 4,000 GB/s, TF32 product 400 TFLOP/s
 
 Slower than 0.97 of eager: 0.
 
+## Coverage
+
+| folder | tasks | own kernels | right | degenerate | wrong | no verdict \
+| right by KernelBench | over eager | over torch.compile |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
+| level1 | 2 | 2 | 1 | 0 | 1 | 0 | {dash} | 2.00{times} | 1.50{times} |
+
 ## Tasks
 
 | task | kind | verdict | ms | eager | compile | x eager | x compile | roofline |
@@ -438,3 +445,10 @@ def test_a_browser_draws_the_charts_sorts_and_filters(page: str, tmp_path: Path)
     assert "4 of 9 tasks" in body
     opened = re.findall(r'<details class="task" id="([^"]+)" open', body)
     assert opened == [re.search(r'href="#([^"]+)"', rows[0])[1]]  # type: ignore[index]
+
+
+def test_the_readme_has_the_table_of_the_committed_results() -> None:
+    root = Path(__file__).resolve().parent.parent
+    files = [root / "benchmarks" / f"kernelbench_{name}.json" for name in ("bench", "verify")]
+    rows = [row for path in files for row in json.loads(path.read_text())]
+    assert report.coverage_table(rows) in (root / "README.md").read_text()

@@ -461,7 +461,10 @@ def test_nothing_spills(name: str, built: Mapping[str, Built]) -> None:
     assert len(spilled) == len(ENTRY.findall(built[name].ptx))
     assert all(amounts == ("0", "0", "0") for amounts in spilled), log
     registers = [int(count) for count in re.findall(r"Used (\d+) registers", log)]
-    assert max(registers) <= 64, "fewer than 1024 threads fit a multiprocessor"
+    # 1024 threads fit a multiprocessor, or 768 that have six packs under way each.
+    kernels = extension(name)["cuda_sources"].split("__global__")
+    many = max(len(re.findall(r"= load(?:_staged)?<", kernel)) for kernel in kernels) >= 6
+    assert max(registers) <= (80 if many else 64)
 
 
 def oldest_arch() -> str:

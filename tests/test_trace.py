@@ -84,6 +84,8 @@ def pinned_sizes(graph: Graph) -> dict[str, int]:
     """Pins as one entry a dimension: `x.shape[0:2]` = (3, 4) is x.shape[0] = 3, x.shape[1] = 4."""
     found = {}
     for text, value in pins(graph).items():
+        if text.endswith(".ndim"):
+            continue
         match = re.fullmatch(r"(.*\.shape)\[(\d+)(:\d*)?\]", text)
         assert match is not None, text
         sizes = ast.literal_eval(value)
@@ -398,9 +400,14 @@ def test_a_counter_that_decides_the_result_is_refused(traced: Trace) -> None:
     [
         ("x * 2", "torch.randn(3, 7)", {}),
         ("x * x.shape[1]", "torch.randn(3, 7)", {"x.shape[1]": 7}),
-        ("x * x.shape[0]", "torch.randn(3, 7)", {"x.shape[0]": 3}),
-        ("x / len(x)", "torch.randn(3, 7)", {"x.shape[0]": 3}),
-        ("x * x.numel()", "torch.randn(3, 7)", {"x.shape[0]": 3, "x.shape[1]": 7}),
+        ("x * x.shape[0]", "torch.randn(3, 7)", {}),
+        ("x / len(x)", "torch.randn(3, 7)", {}),
+        ("x * x.numel()", "torch.randn(3, 7)", {"x.shape[1]": 7}),
+        ("x * (x.shape[0] + 1)", "torch.randn(3, 7)", {"x.shape[0]": 3}),
+        ("x * (x.shape[0] // 2)", "torch.randn(4, 7)", {"x.shape[0]": 4}),
+        ("x * min(x.shape[0], 3)", "torch.randn(3, 7)", {"x.shape[0]": 3}),
+        ("x * max(x.shape[0], 3)", "torch.randn(3, 7)", {"x.shape[0]": 3}),
+        ("sum([x] * len(x)) * len(x)", "torch.randn(3, 7)", {"x.shape[0]": 3}),
         ("x.sum(1, keepdim=True) + x", "torch.randn(3, 7)", {}),
         ("x.flatten(1) * 2", "torch.randn(3, 7, 5)", {}),
         ("x[:, :4]", "torch.randn(3, 7)", {}),
@@ -415,15 +422,31 @@ def test_sizes_that_the_graph_depends_on(
 
 def test_view_pins_the_sizes_it_names(traced: Trace) -> None:
     """The second size might be another multiple of 8; a pin there is careful, not wrong."""
-    found = pinned_sizes(traced(body("x.view(x.size(0), 8, -1)"), "torch.randn(3, 16, 5)"))
-    assert found["x.shape[0]"] == 3
+    found = pinned_sizes(traced(body("x.view(8, x.size(1), -1)"), "torch.randn(16, 3, 5)"))
+    assert found["x.shape[1]"] == 3
     assert "x.shape[2]" not in found
+
+
+def test_calls_follow_the_batch(traced: Trace) -> None:
+    graph = traced(
+        "def forward(self, x, y): return x.view(len(x), 3, -1), y.repeat(2 * len(y), 1), x + 4",
+        "torch.randn(4, 6), torch.randn(4, 6)",
+    )
+    texts = [a.value for node in graph.nodes for a in node.args if isinstance(a.value, tuple)]
+    assert texts == [(Live("x.shape[0]", 4), 3, -1), (Live("x.shape[0] * 2", 4 * 2), 1)]
+    assert pins(graph)["y.shape[0:1]"] == "x.shape[0:1]", "one batch, whichever is asked"
+    assert "x.shape[0:1]" not in pins(graph)
+
+
+def test_a_batch_that_is_asked_for_pins_the_rank_where_no_size_does(traced: Trace) -> None:
+    assert pins(traced(body("x * len(x)"))) == {"x.ndim": "2"}
 
 
 def test_a_branch_on_a_size_is_pinned(traced: Trace) -> None:
     """A threshold that no probe crosses still decides which graph is right."""
-    graph = traced(body("x * 2 if x.shape[0] > 2 else x * 3"))
-    assert "x.shape[0]" in pinned_sizes(graph), "2 rows would silently be multiplied by 2"
+    for expression in ("x * 2 if x.shape[0] > 2 else x * 3", "len(x) * (x if len(x) > 2 else -x)"):
+        graph = traced(body(expression))
+        assert "x.shape[0]" in pinned_sizes(graph), "2 rows would silently be taken as 3"
 
 
 def test_weights_pin_the_inner_size_alone(traced: Trace) -> None:

@@ -425,7 +425,8 @@ def headline_png(rows: Sequence[Json]) -> bytes:
 def markdown(rows: Sequence[Json]) -> str:
     """The headline, a line a task, and the failures."""
     results = Summary(merge(rows))
-    parts = ["# Benchmark report", *_headline_lines(results), "## Tasks", _task_table(results)]
+    parts = ["# Benchmark report", *_headline_lines(results)]
+    parts += ["## Coverage", coverage_table(rows), "## Tasks", _task_table(results)]
     if results.failures:
         parts.append("## Failures")
     for task, failure in results.failures:
@@ -460,6 +461,32 @@ def _speed_table(results: Summary) -> str:
          times_text(results.geomean(name)), str(len(results.speedups(name)))]
         for name in results.baselines
     ]  # fmt: skip
+    return _table(head, body)
+
+
+def coverage_table(rows: Sequence[Json]) -> str:
+    """A line a folder of references: what became of its tasks, and how fast the right ones are."""
+    head = ["folder", "tasks", "own kernels", "right", "degenerate", "wrong", "no verdict",
+            "right by KernelBench", "over eager", "over torch.compile"]  # fmt: skip
+    folders: dict[str, list[Task]] = {}
+    for task in merge(rows):
+        if not task.algebra:
+            folders.setdefault(task.name.rpartition("/")[0] or ".", []).append(task)
+    body = []
+    for folder, tasks in sorted(folders.items()):
+        results = Summary(tasks)
+        counts = results.counts
+        theirs = [_dict(task.verify.get("kernelbench")) for task in tasks]
+        judged = [verdict["correct"] is True for verdict in theirs if "correct" in verdict]
+        numbers = [
+            len(tasks), sum(bool(task.first("kernels")) for task in tasks), len(results.right),
+            counts["degenerate"], counts["wrong"] + counts["failed"],
+            counts["not verified"] + counts["other text verified"],
+        ]  # fmt: skip
+        body.append(
+            [folder, *map(str, numbers), f"{sum(judged)} of {len(judged)}" if judged else MISSING,
+             *(times_text(results.geomean(name)) for name in ("eager", "compile"))]
+        )  # fmt: skip
     return _table(head, body)
 
 

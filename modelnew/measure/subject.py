@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -85,8 +84,20 @@ def build_subject(
         for name, value in state.items()
         if name not in parameters and isinstance(value, Tensor)
     }
-    truth = copy.deepcopy(reference).double()
+    truth = _upcast(construct(files.reference, device, arguments.args, arguments.kwargs), reference)
     return Subject(reference, solution, truth, buffers, dtype, device)
+
+
+def _upcast(truth: nn.Module, reference: nn.Module) -> nn.Module:
+    """`truth` in float64 with the reference's state.
+
+    A copy would not do: functions that a constructor makes call the modules of the original.
+    """
+    truth.double().load_state_dict(reference.state_dict())
+    with torch.no_grad():
+        for name, buffer in reference.named_buffers():
+            truth.get_buffer(name).copy_(buffer)
+    return truth
 
 
 def _perturb(model: nn.Module) -> None:

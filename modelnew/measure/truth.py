@@ -132,8 +132,19 @@ def _no_truth(subject: Subject, error: Exception) -> Exception:
 
 
 def _truth_run(subject: Subject, inputs: Any) -> Json:
+    """The reference in float64; where that fails, what forward itself makes is float64 too."""
     with _dropout_drawn_in(subject.dtype):
-        return forward(subject, subject.truth, map_tensors(upcast, inputs))
+        try:
+            return forward(subject, subject.truth, map_tensors(upcast, inputs))
+        except Exception as error:
+            if lacks_memory(error):
+                raise
+        usual = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        try:
+            return forward(subject, subject.truth, map_tensors(upcast, inputs))
+        finally:
+            torch.set_default_dtype(usual)
 
 
 def upcast(tensor: Tensor) -> Tensor:

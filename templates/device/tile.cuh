@@ -18,7 +18,9 @@ struct Roles {
 };
 
 struct Tiles {
-    Operands ops;           // with the dimension of the rows in place 1
+    // With the dimension of the rows in place 1, and those marked that memory gives by packs: along
+    // the rows where they are staged.
+    Operands ops;
     Divisor across, along;  // the number of tiles along the rows, which come first, and the columns
     int64_t count;          // of tiles in all
     int column_bits;        // a tile has 2^column_bits columns, and rows to make up kTile
@@ -26,7 +28,6 @@ struct Tiles {
     // Small numbers, as all of this is a kernel parameter, for which some compilers have 4 KB.
     int8_t plane[kMaxOperands];  // of a staged operand: its first byte there over kTile, else -1
     int8_t turn[kMaxOperands];   // of a staged operand: see `place`
-    bool packs[kMaxOperands];    // whether memory is read by packs, along rows where it is staged
 };
 
 __host__ __device__ constexpr int log2_of(int value) {
@@ -144,7 +145,7 @@ __device__ inline void copy(const Tiles& tiles, int o, uint32_t offset, Extent e
 template <typename T, int kVec, int kRead>
 __device__ inline void stage(const Tiles& tiles, int o, uint32_t offset, Extent extent) {
     if (tiles.plane[o] < 0) return;
-    if (tiles.packs[o]) {
+    if (tiles.ops.whole >> o & 1) {
         copy<T, kVec, kRead>(tiles, o, offset, extent);
     } else {
         copy<T, kVec, 1>(tiles, o, offset, extent);
@@ -153,18 +154,7 @@ __device__ inline void stage(const Tiles& tiles, int o, uint32_t offset, Extent 
 
 template <typename T, int kVec>
 __device__ inline Pack<T, kVec> load(const Tiles& tiles, int o, uint32_t offset, Cell cell) {
-    const uint32_t first = offset_of(tiles, o, offset, cell);
-    if constexpr (kVec > 1) {
-        if (!tiles.packs[o]) {
-            Pack<T, kVec> pack;
-            const T* const from = static_cast<const T*>(tiles.ops.data[o]);
-            for (uint32_t v = 0; v < kVec; ++v) {
-                pack.at[v] = from[first + v * uint32_t(tiles.ops.stride[o][0])];
-            }
-            return pack;
-        }
-    }
-    return load<T, kVec>(tiles.ops, o, first);
+    return load<T, kVec>(tiles.ops, o, offset_of(tiles, o, offset, cell), kVec, 0);
 }
 
 template <typename T, int kVec>
@@ -234,19 +224,21 @@ inline int best_column_bits(const Operands& ops) {
 // Gives shared memory to the operands that are dense along the rows, as far as it goes, and finds
 // out which are read by packs.
 inline void assign_planes(Tiles& tiles, const Roles& roles, int vec) {
-    const Operands& ops = tiles.ops;
+    Operands& ops = tiles.ops;
     for (int o = 0; o < roles.count; ++o) {
         tiles.plane[o] = -1;
-        tiles.packs[o] = ops.stride[o][0] == 0 || allows_packs_along(ops, o, 0, vec);
+        bool packs = allows_packs_along(ops, o, 0, vec);
         const int bytes = kTile * ops.bytes[o];
-        if (!(roles.staged >> o & 1) || ops.stride[o][1] != 1 || ops.stride[o][0] <= 1) continue;
-        if (tiles.bytes + bytes > kSharedBytes) continue;
-        tiles.plane[o] = tiles.bytes / kTile;
-        tiles.bytes += bytes;
-        tiles.packs[o] = vec <= kTile >> tiles.column_bits && allows_packs_along(ops, o, 1, vec);
-        const int row = tiles.column_bits + (tiles.packs[o] ? log2_of(vec) : 0);
-        const int line = log2_of(128 / ops.bytes[o]);
-        tiles.turn[o] = row > line ? row : line;
+        const bool across = ops.stride[o][1] == 1 && ops.stride[o][0] > 1;
+        if ((roles.staged >> o & 1) && across && tiles.bytes + bytes <= kSharedBytes) {
+            tiles.plane[o] = tiles.bytes / kTile;
+            tiles.bytes += bytes;
+            packs = vec <= kTile >> tiles.column_bits && allows_packs_along(ops, o, 1, vec);
+            const int row = tiles.column_bits + (packs ? log2_of(vec) : 0);
+            const int line = log2_of(128 / ops.bytes[o]);
+            tiles.turn[o] = row > line ? row : line;
+        }
+        ops.whole |= uint64_t(packs) << o;
     }
 }
 
@@ -271,10 +263,12 @@ template <int kVec, typename Tiled, typename Kernel, typename... Args>
 cudaError_t run_tiled(Tiled packed, Tiled single, Kernel vector, Kernel scalar, const Operands& ops,
                       const Roles& roles, cudaStream_t stream, Args... args) {
     const Tiles tiles = tiles_of(ops, roles, kVec);
-    if (tiles.count == 0) return run<kVec>(vector, scalar, ops, roles.count, stream, args...);
-    bool packs = true;
-    for (int o = 0; o < roles.outputs; ++o) packs &= tiles.packs[o];
-    const Tiled kernel = packs ? packed : single;
+    if (tiles.count == 0) {
+        const Operands marked = with_packs(ops, roles.outputs, roles.count, kVec);
+        return run<kVec>(vector, scalar, marked, roles.count, stream, args...);
+    }
+    const uint64_t results = (uint64_t(1) << roles.outputs) - 1;
+    const Tiled kernel = (tiles.ops.whole & results) == results ? packed : single;
     kernel<<<tiles.count, kTileThreads, tiles.bytes, stream>>>(tiles, args...);
     return cudaGetLastError();
 }
