@@ -1,4 +1,4 @@
-"""Finds what a trace depends on: attributes that can stay live, sizes and arguments that cannot.
+"""Finds what a trace depends on: attributes that can stay live, and arguments that cannot.
 
 A traced graph holds plain numbers. Which of them came from an attribute, from an input's size or
 from a constructor argument is learnt by tracing again with that one thing changed and comparing:
@@ -8,25 +8,27 @@ a number that follows the change stays live, a graph that changes in another way
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from modelnew.compare import equal, same_calls
-from modelnew.ir import Arg, Graph, Guard, Live, ModelNewError, Node
+from modelnew.compare import equal
+from modelnew.ir import Arg, Graph, Guard, Literal, Live, ModelNewError, Node
 from modelnew.live import LiveTable
 from modelnew.reference import Reference, attribute_text
+from modelnew.sizes import Sizes, TraceOnce, with_batch
 
 if TYPE_CHECKING:
     from modelnew.trace import Leaf
 
+# `x.to(device)`, which arrives with the dtype that x has.
+MOVED = "aten.to.dtype_layout"
+
 # For each numeric constructor argument: the texts of the numeric attributes that follow it, and
 # whether nothing else does.
 Changes: TypeAlias = Mapping[str, tuple[set[str], bool]]
-# Traces a model on other leaves; given a graph, it may end at the first call that is another one.
-TraceOnce: TypeAlias = "Callable[[torch.nn.Module, Sequence[Leaf], Graph | None], Graph]"
 
 
 def argument_changes(ref: Reference) -> Changes:
@@ -56,13 +58,13 @@ def specialize(
         for leaf in leaves
         if not isinstance(leaf.value, torch.Tensor) and leaf.text in found.baked
     )
-    probe = _Sizes(ref, base, trace_once, leaves)
+    probe = Sizes(ref, base, trace_once, leaves)
     free = probe.free(like)
     batch = probe.batch(free)
     sizes = tuple(probe.pins(free, batch))
     return replace(
         base,
-        nodes=_with_sizes(found.nodes, batch),
+        nodes=_with_dtypes(ref, base, trace_once, leaves, with_batch(found.nodes, batch)),
         numbers=found.numbers,
         bindings={**base.bindings, **found.bindings},
         arguments=tuple(_argument_guards(ref, changes, found.baked)),
@@ -267,6 +269,57 @@ def _attribute_pins(ref: Reference, baked: frozenset[str]) -> Iterator[Guard]:
             yield Guard(text, repr(value))
 
 
+# --- dtypes ---------------------------------------------------------------------------------
+
+
+def _with_dtypes(
+    ref: Reference,
+    base: Graph,
+    trace_once: TraceOnce,
+    leaves: Sequence[Leaf],
+    nodes: tuple[Node, ...],
+) -> tuple[Node, ...]:
+    """`nodes` that ask an input for its dtype where forward does: `torch.zeros(3, dtype=x.dtype)`.
+
+    Learnt from a trace in float16, which is made only where some call names the dtype at all.
+    """
+    tensors = [leaf for leaf in leaves if isinstance(leaf.value, torch.Tensor)]
+    floating = [leaf for leaf in tensors if leaf.value.is_floating_point()]
+    own = {Literal(str(leaf.value.dtype)) for leaf in floating}
+    named = (a.value for node in base.nodes if node.op != MOVED for a in node.args)
+    if not any(value in own for value in named if isinstance(value, Literal)):
+        return nodes
+    half, live = Literal("torch.float16"), Literal(f"{floating[0].text}.dtype")
+    with ref.fake_mode:
+        given = [
+            replace(leaf, value=leaf.value.half()) if leaf in floating else leaf for leaf in leaves
+        ]
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float16)  # fake parameters cannot change theirs afterwards
+    try:
+        model = ref.build(*ref.init_inputs)
+    except Exception:  # the constructor needs its own: what is asked for stays unknown
+        return nodes
+    finally:
+        torch.set_default_dtype(usual)
+    try:
+        probe = trace_once(model, given, None)
+    except ModelNewError:
+        return nodes
+    if [node.op for node in probe.nodes] != [node.op for node in base.nodes]:
+        return nodes
+    asking = []
+    for node, plain, theirs in zip(nodes, base.nodes, probe.nodes, strict=True):
+        triples = zip(node.args, plain.args, theirs.args, strict=True)
+        follows = node.op != MOVED
+        args = [
+            replace(arg, value=live) if follows and a.value in own and b.value == half else arg
+            for arg, a, b in triples
+        ]
+        asking.append(replace(node, args=tuple(args)))
+    return tuple(asking)
+
+
 # --- constructor arguments ------------------------------------------------------------------
 
 
@@ -280,222 +333,3 @@ def _argument_guards(ref: Reference, changes: Changes, baked: frozenset[str]) ->
         if "<" in text or isinstance(value, torch.Tensor):
             continue  # an object without a literal form cannot be compared in the file
         yield Guard(name, text)
-
-
-# --- sizes ----------------------------------------------------------------------------------
-
-
-Place: TypeAlias = "tuple[str, int]"
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """Places whose size the calls follow, and the nodes with each number that does made Live."""
-
-    places: tuple[Place, ...] = ()
-    nodes: tuple[Node, ...] = ()
-
-
-class _Sizes:
-    """Traces on other sizes, to learn what depends on them."""
-
-    def __init__(
-        self, ref: Reference, base: Graph, trace_once: TraceOnce, leaves: Sequence[Leaf]
-    ) -> None:
-        self.ref, self.base, self.trace_once, self.leaves = ref, base, trace_once, leaves
-        tensors = [leaf for leaf in leaves if isinstance(leaf.value, torch.Tensor)]
-        self.rank = {leaf.text: leaf.value.dim() for leaf in tensors}
-        self.places: dict[Place, int] = {
-            (leaf.text, dim): size for leaf in tensors for dim, size in enumerate(leaf.value.shape)
-        }
-
-    def pins(self, free: set[Place], batch: _Batch) -> Iterator[Guard]:
-        """A guard for each size that calls depend on, or might; all of a batch are to be equal."""
-        pinned = [p for p in self.places if p not in free and p not in batch.places[:1]]
-        for text, _ in batch.places[:1]:
-            if all(text != other for other, _ in pinned):
-                yield Guard(f"{text}.ndim", str(self.rank[text]))
-        for place in pinned:
-            same = _size_text(batch.places[0]) if place in batch.places else None
-            yield Guard(_size_text(place), same or f"({self.places[place]},)")
-
-    def free(self, like: Graph | None) -> set[Place]:
-        """The places whose size changes no call; `like` is another mode's graph."""
-        hint = None
-        if like is not None:
-            pinned = {guard.text for guard in like.pins}
-            hint = {place for place in self.places if _size_text(place) not in pinned}
-        by_value: dict[Any, set[Place]] = {}
-        by_axis: dict[Any, set[Place]] = {}
-        for (text, dim), size in self.places.items():
-            by_value.setdefault(size, set()).add((text, dim))
-            by_axis.setdefault((size, dim - self.rank[text]), set()).add((text, dim))
-        splits = [[frozenset(g) for g in by.values()] for by in (by_axis, by_value)]
-        for wanted in (hint, set(self.places)):
-            for groups in splits if splits[0] != splits[1] else splits[:1]:
-                parts = [group & wanted for group in groups if group & wanted] if wanted else []
-                if parts and self._same(parts, True) and self._same(parts, False):
-                    return set().union(*parts)
-        return set().union(*_independent_groups(splits, self._same))
-
-    def batch(self, free: set[Place]) -> _Batch:
-        """The first dimensions, where calls depend on their size only by multiples of it, as
-        `x.view(x.size(0), -1)` does."""
-        places = tuple(place for place in self.places if place[1] == 0 and place not in free)
-        size = self.places[places[0]] if places else 0
-        places = tuple(place for place in places if self.places[place] == size)
-        if size == 0:
-            return _Batch()
-        other = 2 * size + 3
-        sizes = {place: n + (place in free and n > 1) for place, n in self.places.items()}
-        sizes |= dict.fromkeys(places, other)
-        _broadcast_ones(self.places, sizes, self.rank)
-        probe = self._trace(sizes)
-        if probe is None or not _alike(probe, self.base):
-            return _Batch()
-        text = f"{places[0][0]}.shape[0]"
-        nodes = []
-        for node, theirs in zip(self.base.nodes, probe.nodes, strict=True):
-            pairs = zip(node.args, theirs.args, strict=True)
-            followed = [_follow(a.value, b.value, size, other, text) for a, b in pairs]
-            if _Mismatch in followed:
-                return _Batch()
-            args = zip(node.args, followed, strict=True)
-            nodes.append(replace(node, args=tuple(replace(a, value=value) for a, value in args)))
-        fewer = max(1, size - 1)
-        expected = replace(self.base, nodes=_at_size(nodes, size, fewer))
-        probe = self._trace({**self.places, **dict.fromkeys(places, fewer)}, expected)
-        follows = expected.nodes != self.base.nodes or size == 1
-        return (
-            _Batch(places, tuple(nodes))
-            if follows and probe is not None and same_calls(probe, expected)
-            else _Batch()
-        )
-
-    def _same(self, groups: Sequence[frozenset[Place]], grow: bool) -> bool:
-        """Whether larger or smaller sizes in these places give the same calls."""
-        sizes = dict(self.places)
-        for number, group in enumerate(groups):
-            for place in group:
-                size = self.places[place]
-                sizes[place] = size + 1 + number if grow and size > 1 else max(1, size - 1)
-        _broadcast_ones(self.places, sizes, self.rank)
-        probe = self._trace(sizes, self.base)
-        return probe is not None and same_calls(probe, self.base)
-
-    def _trace(self, sizes: Mapping[Place, int], until: Graph | None = None) -> Graph | None:
-        """The trace on these sizes, which may end at a call that `until` does not have; None where
-        the model refuses them."""
-        try:
-            given = [_resized(self.ref, leaf, sizes) for leaf in self.leaves]
-            return self.trace_once(self.ref.model, given, until)
-        except ModelNewError:
-            return None
-
-
-def _size_text(place: Place) -> str:
-    text, dim = place
-    return f"{text}.shape[{dim}:{dim + 1}]"
-
-
-def _follow(mine: Any, theirs: Any, size: int, other: int, text: str) -> Any:
-    """The argument `mine`, `theirs` where the size that `text` reads is `other`: Live if it is the
-    same multiple of both sizes."""
-    if equal(mine, theirs):
-        return mine
-    if isinstance(mine, tuple) and isinstance(theirs, tuple) and len(mine) == len(theirs):
-        items = [_follow(a, b, size, other, text) for a, b in zip(mine, theirs, strict=True)]
-        return _Mismatch if _Mismatch in items else tuple(items)
-    if type(mine) is type(theirs) is int and mine % size == 0:
-        factor = mine // size
-        if theirs == factor * other:
-            return Live(text if factor == 1 else f"{text} * {factor}", mine)
-    return _Mismatch
-
-
-def _alike(left: Graph, right: Graph) -> bool:
-    """Whether two traces call the same operators and differ in arguments alone."""
-    calls = [
-        [(n.op, tuple(a.name for a in n.args)) for n in graph.nodes] for graph in (left, right)
-    ]
-    return calls[0] == calls[1] and same_calls(replace(left, nodes=()), replace(right, nodes=()))
-
-
-def _with_sizes(nodes: tuple[Node, ...], batch: _Batch) -> tuple[Node, ...]:
-    """`nodes` with the Live sizes of the batch's nodes, the same ones."""
-    if not batch.nodes:
-        return nodes
-
-    def merged(value: Any, sized: Any) -> Any:
-        if isinstance(sized, tuple) and isinstance(value, tuple):
-            return tuple(map(merged, value, sized))
-        return sized if isinstance(sized, Live) else value
-
-    pairs = zip(nodes, batch.nodes, strict=True)
-    return tuple(
-        replace(node, args=tuple(
-            replace(a, value=merged(a.value, b.value))
-            for a, b in zip(node.args, sized.args, strict=True)
-        ))
-        for node, sized in pairs
-    )  # fmt: skip
-
-
-def _at_size(nodes: Sequence[Node], traced: int, size: int) -> tuple[Node, ...]:
-    """`nodes` with each Live size as the number that it is for another size."""
-
-    def number(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(map(number, value))
-        return int(value.value) // traced * size if isinstance(value, Live) else value
-
-    return tuple(
-        replace(node, args=tuple(replace(a, value=number(a.value)) for a in node.args))
-        for node in nodes
-    )
-
-
-def _independent_groups(
-    splits: Sequence[Sequence[frozenset[Place]]],
-    same: Callable[[Sequence[frozenset[Place]], bool], bool],
-) -> list[frozenset[Place]]:
-    """Disjoint groups of places, as large as they come, that the graph does not depend on.
-
-    One larger size a group costs a trace, so all are first tried that way; what is left is tried
-    together, and one by one only if that fails.
-    """
-    unique = sorted(dict.fromkeys(g for groups in splits for g in groups), key=len, reverse=True)
-    disjoint: list[frozenset[Place]] = []
-    for group in unique:
-        if not any(group & other for other in disjoint) and same([group], True):
-            disjoint.append(group)
-    larger = len(disjoint) < 2 or same(disjoint, True)
-    if not disjoint or (larger and same(disjoint, False)):
-        return disjoint
-    kept: list[frozenset[Place]] = []
-    for group in unique:
-        clear = not any(group & other for other in kept)
-        if clear and all(same([*kept, group], grow) for grow in (True, False)):
-            kept.append(group)
-    return kept
-
-
-def _broadcast_ones(
-    places: dict[Place, int], sizes: dict[Place, int], rank: dict[str, int]
-) -> None:
-    """Gives a dimension of size 1 the new size of what it is broadcast against."""
-    for (text, dim), size in places.items():
-        if size == 1:
-            axis = dim - rank[text]
-            partners = [
-                sizes[t, d] for (t, d), s in places.items() if d - rank[t] == axis and s > 1
-            ]
-            sizes[text, dim] = partners[0] if partners else 1
-
-
-def _resized(ref: Reference, leaf: Leaf, sizes: Mapping[Place, int]) -> Leaf:
-    if not isinstance(leaf.value, torch.Tensor):
-        return leaf
-    shape = [sizes[leaf.text, dim] for dim in range(leaf.value.dim())]
-    with ref.fake_mode:
-        return replace(leaf, value=leaf.value.new_empty(shape))

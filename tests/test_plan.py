@@ -206,6 +206,16 @@ TEXTS: Mapping[str, str] = {
         """,
         "torch.randn(3, 8), torch.randn(3, 8)",
     ),
+    "dtype_of_an_input": reference_text(
+        """
+        def forward(self, x):
+            ones = torch.ones(x.shape[1], dtype=x.dtype, device=x.device)
+            fixed = torch.full((3,), 2.0, dtype=torch.float32)
+            return x + ones, fixed, torch.cumsum(x, 1, dtype=x.dtype), self.layer(x).to(x.dtype)
+        """,
+        "torch.randn(3, 8)",
+        "self.layer = nn.Linear(8, 2)",
+    ),
     "batch": reference_text(
         """
         def forward(self, x, y):
@@ -547,6 +557,13 @@ def test_a_move_to_a_device_keeps_whatever_dtype_there_is(subject: Get) -> None:
     made = subject("moved")
     x, h = torch.randn(3, 8).half(), torch.randn(3, 8).half()
     assert same(interpret(made.plan, made.make(), {"x": x, "h": h}), made.make()(x, h))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_dtype_of_an_input_is_asked_for(dtype: torch.dtype, subject: Get) -> None:
+    made = subject("dtype_of_an_input")
+    model, x = made.make().to(dtype), torch.randn(3, 8).to(dtype)
+    assert same(interpret(made.plan, model, {"x": x}), model(x))
 
 
 @pytest.mark.parametrize("batch", [1, 2, 5, 12])
