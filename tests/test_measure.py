@@ -139,6 +139,20 @@ def test_memory_that_cuda_lacks_is_no_fault_while_others_share_the_gpu(
         assert sum(counts.values()) == len(row["checks"])
 
 
+def test_a_float64_truth_that_lacks_memory_ends_no_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone on the GPU there is nothing to wait for: the checks that need it are skipped."""
+
+    def lacking(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(verify, "reference_runs", lacking)
+    row = examine(tmp_path, POINTWISE, pointwise(""))
+    assert row["status"] == "ok", row["message"]
+    assert {"values tiny", "layout offset"} <= {c["name"] for c in row["checks"]}
+
+
 def test_own_float32_inputs_may_not_be_refused(tmp_path: Path) -> None:
     body = 'if x.dtype == torch.float32: raise ValueError("x: no float32")'
     row = examine(tmp_path, POINTWISE, pointwise(body), "own")

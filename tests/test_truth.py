@@ -205,3 +205,16 @@ def test_an_appeal_shakes_the_parameters_of_all_three_models_alike(
     assert not any(torch.equal(a, b) for a, b in zip(seen[1], seen[2], strict=True))
     for model, state in zip(models, before, strict=True):
         assert all(torch.equal(state[k], v) for k, v in model.state_dict().items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_shaken_inputs_do_not_overflow(dtype: torch.dtype) -> None:
+    largest = torch.finfo(dtype).max
+    x = torch.tensor([largest, -largest, 1.0, 0.0, float("inf"), float("nan")], dtype=dtype)
+    shaken = truth._shaken(x.repeat(100)).view(100, 6)
+    assert (shaken[:, 0] == largest).all()
+    assert (shaken[:, 1] == -largest).all()
+    assert (shaken[:, 2] != 1).any()
+    assert (shaken[:, 3] == 0).all()
+    assert shaken[:, 4].isinf().all()
+    assert shaken[:, 5].isnan().all()

@@ -71,13 +71,17 @@ def _shaken_parameters(subject: Subject) -> Iterator[None]:
 
 
 def _shaken(tensor: Tensor) -> Tensor:
-    """The tensor in its layout, floats moved by up to 4 eps and at least 2^-9: other roundings."""
+    """The tensor in its layout, floats moved by up to 4 eps and at least 2^-9: other roundings.
+
+    What would overflow stays as it is.
+    """
     copied = twin(tensor)
     if tensor.is_floating_point():
         storage: Any = copied.untyped_storage()
         flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage)
         size = max(2.0**-9, 4 * torch.finfo(tensor.dtype).eps)
-        flat.mul_(1 + size * torch.rand_like(flat))
+        moved = flat * (1 + size * torch.rand_like(flat))
+        flat.copy_(torch.where(moved.isfinite(), moved, flat))
     return copied
 
 
