@@ -20,6 +20,7 @@ from typing import TypeAlias
 from modelnew.ir import Arg, Argument, Graph, Literal, Live, Node, Ref, Tensor
 from modelnew.names import renamed, with_results
 from modelnew.record import CUDNN
+from modelnew.sizes import size_text
 
 CONTIGUOUS, CHANNELS_LAST = "contiguous", "channels_last"
 
@@ -122,7 +123,7 @@ def _at_traced_sizes(graph: Graph) -> str:
     parts = []
     for name in graph.inputs:
         text, shape = graph.bindings[name], graph.tensors[name].shape
-        if any(f"{text}.shape[{d}:{d + 1}]" not in pinned for d in range(1, len(shape))):
+        if any(size_text((text, d)) not in pinned for d in range(1, len(shape))):
             parts.append(f"{text}.shape[1:] == {shape[1:]}")
     return " and ".join(parts)
 

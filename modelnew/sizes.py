@@ -52,15 +52,15 @@ class Sizes:
             if all(text != other for other, _ in pinned):
                 yield Guard(f"{text}.ndim", str(self.rank[text]))
         for place in pinned:
-            same = _size_text(batch.places[0]) if place in batch.places else None
-            yield Guard(_size_text(place), same or f"({self.places[place]},)")
+            same = size_text(batch.places[0]) if place in batch.places else None
+            yield Guard(size_text(place), same or f"({self.places[place]},)")
 
     def free(self, like: Graph | None) -> set[Place]:
         """The places whose size changes no call; `like` is another mode's graph."""
         hint = None
         if like is not None:
             pinned = {guard.text for guard in like.pins}
-            hint = {place for place in self.places if _size_text(place) not in pinned}
+            hint = {place for place in self.places if size_text(place) not in pinned}
         by_value: dict[Any, set[Place]] = {}
         by_axis: dict[Any, set[Place]] = {}
         for (text, dim), size in self.places.items():
@@ -83,7 +83,7 @@ class Sizes:
         if size == 0:
             return Batch()
         other = 2 * size + 3
-        sizes = {place: n + (place in free and n > 1) for place, n in self.places.items()}
+        sizes = {place: n + (place in free) for place, n in self.places.items()}
         sizes |= dict.fromkeys(places, other)
         _broadcast_ones(self.places, sizes, self.rank)
         probe = self._trace(sizes)
@@ -98,15 +98,13 @@ class Sizes:
                 return Batch()
             args = zip(node.args, followed, strict=True)
             nodes.append(replace(node, args=tuple(replace(a, value=value) for a, value in args)))
-        fewer = max(1, size - 1)
-        expected = replace(self.base, nodes=_at_size(nodes, size, fewer))
-        probe = self._trace({**self.places, **dict.fromkeys(places, fewer)}, expected)
-        follows = expected.nodes != self.base.nodes or size == 1
-        return (
-            Batch(places, tuple(nodes))
-            if follows and probe is not None and same_calls(probe, expected)
-            else Batch()
-        )
+        near = size - 1 if size > 1 else 2
+        expected = replace(self.base, nodes=_at_size(nodes, size, near))
+        probe = self._trace({**self.places, **dict.fromkeys(places, near)}, expected)
+        follows = expected.nodes != self.base.nodes
+        if not follows or probe is None or not same_calls(probe, expected):
+            return Batch()
+        return Batch(places, tuple(nodes))
 
     def _same(self, groups: Sequence[frozenset[Place]], grow: bool) -> bool:
         """Whether larger or smaller sizes in these places give the same calls."""
@@ -114,7 +112,7 @@ class Sizes:
         for number, group in enumerate(groups):
             for place in group:
                 size = self.places[place]
-                sizes[place] = size + 1 + number if grow and size > 1 else max(1, size - 1)
+                sizes[place] = size + 1 + number if grow else max(1, size - 1)
         _broadcast_ones(self.places, sizes, self.rank)
         probe = self._trace(sizes, self.base)
         return probe is not None and same_calls(probe, self.base)
@@ -129,7 +127,8 @@ class Sizes:
             return None
 
 
-def _size_text(place: Place) -> str:
+def size_text(place: Place) -> str:
+    """The Python text of a size, as a tuple of one: what pins of a graph compare."""
     text, dim = place
     return f"{text}.shape[{dim}:{dim + 1}]"
 
@@ -223,14 +222,12 @@ def _independent_groups(
 def _broadcast_ones(
     places: dict[Place, int], sizes: dict[Place, int], rank: dict[str, int]
 ) -> None:
-    """Gives a dimension of size 1 the new size of what it is broadcast against."""
+    """Gives a dimension of size 1 the new size of what it is broadcast against, if anything."""
     for (text, dim), size in places.items():
+        axis = dim - rank[text]
+        others = (sizes[t, d] for (t, d), n in places.items() if d - rank[t] == axis and n > 1)
         if size == 1:
-            axis = dim - rank[text]
-            partners = [
-                sizes[t, d] for (t, d), s in places.items() if d - rank[t] == axis and s > 1
-            ]
-            sizes[text, dim] = partners[0] if partners else 1
+            sizes[text, dim] = next(others, sizes[text, dim])
 
 
 def _resized(ref: Reference, leaf: Leaf, sizes: Mapping[Place, int]) -> Leaf:
