@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from modelnew import ops
-from modelnew.ir import Arg, Argument, Graph, Literal, Node, Ref
+from modelnew.ir import Arg, Argument, Graph, Node, Ref
 from modelnew.layout import CONVOLUTIONS
 from modelnew.names import renamed, with_results
 
@@ -57,7 +57,7 @@ def _without_aliases(graph: Graph) -> Graph:
     names: dict[str, str] = {}
     nodes = []
     for node in graph.nodes:
-        node = _moved_alone(graph, _under_one_name(renamed(node, names)))
+        node = _under_one_name(renamed(node, names))
         copies = node.packet.startswith("lift_fresh") and node.result in written
         idle = node.packet in DROPOUTS and node.value("train") is False
         if idle or (node.packet in ALIASES and not copies):
@@ -65,18 +65,6 @@ def _without_aliases(graph: Graph) -> Graph:
         else:
             nodes.append(node)
     return with_results(replace(graph, nodes=tuple(nodes)), names)
-
-
-def _moved_alone(graph: Graph, node: Node) -> Node:
-    """`x.to(device)` without the dtype that x was traced in, which arrives with the call."""
-    if node.op != "aten.to.dtype_layout":
-        return node
-    own = {"dtype": Literal(f"torch.{graph.tensors[node.reads[0]].dtype}"),
-           "layout": Literal("torch.strided")}  # fmt: skip
-    args = (
-        replace(a, value=None, default=True) if a.value == own.get(a.name) else a for a in node.args
-    )
-    return replace(node, args=tuple(args))
 
 
 def _under_one_name(node: Node) -> Node:
@@ -133,8 +121,7 @@ def _with_numbers(graph: Graph) -> Graph:
 
     nodes = []
     for node in graph.nodes:
-        args = tuple(replace(a, value=number(a.value)) for a in node.args)
-        changed = replace(node, args=args)
+        changed = node.with_values(map(number, node.values))
         taken = changed.reads and changed != node and ops.why_not(changed, graph) is None
         nodes.append(changed if taken else node)
     return replace(graph, nodes=tuple(nodes))

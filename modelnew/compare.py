@@ -19,19 +19,25 @@ def equal(left: Any, right: Any) -> bool:
 
 def same_call(left: Node, right: Node) -> bool:
     """Whether two nodes are one call with the same arguments, whatever the shapes."""
-    return (
-        left.op == right.op
-        and left.result == right.result
-        and [a.value for a in left.args] == [a.value for a in right.args]
-    )
+    return left.op == right.op and left.result == right.result and left.values == right.values
+
+
+def same_operators(left: Graph, right: Graph) -> bool:
+    """Whether two traces call the same operators, on whatever arguments."""
+    return [node.op for node in left.nodes] == [node.op for node in right.nodes]
 
 
 def same_calls(left: Graph, right: Graph) -> bool:
     """Whether two traces make the same calls with the same arguments and constants, whatever the
     shapes."""
     return (
-        (left.output, left.assigned, left.bindings)
-        == (right.output, right.assigned, right.bindings)
+        same_ends(left, right)
         and len(left.nodes) == len(right.nodes)
         and all(map(same_call, left.nodes, right.nodes))
     )
+
+
+def same_ends(left: Graph, right: Graph) -> bool:
+    """Whether two traces read the same constants and leave the same results."""
+    ends = [(graph.output, graph.assigned, graph.bindings) for graph in (left, right)]
+    return ends[0] == ends[1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import keyword
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from modelnew import ops
@@ -20,7 +20,7 @@ from modelnew.ir import (
     Ref,
     Tensor,
 )
-from modelnew.layout import AT_TRACED_SIZES
+from modelnew.layout import AT_TRACED_SIZES, CHANNELS_LAST
 from modelnew.library import Fronts, call_line
 from modelnew.shortcuts import with_shortcuts
 
@@ -297,7 +297,7 @@ def kernel(step: Pointwise) -> Kernel:
     live = {s.text: names.fresh(_scalar_name(s.text)) for s in step.scalars}
     values = {access.tensor.name: names.fresh(access.tensor.name) for access in step.reads}
     calls: dict[str, None] = {}
-    statements = []
+    statements, dense = [], False
     for node in step.body.statements:
         op = ops.find(node)
         assert op is not None
@@ -311,15 +311,16 @@ def kernel(step: Pointwise) -> Kernel:
         ctype = "bool" if op.result == "bool" else "float"
         statements.append(Statement(ctype, values[node.result], expr))
         calls.update((call, None) for call in re.findall(r"(\w+)\(", expr))
+        dense = dense or op.dense_result
     lines, layout_of = _layouts(step, values)
-    outputs = tuple(
-        _operand(i, tensor, values, leaves=_leaves_of(step, tensor.name, values),
-                 layout=layout_of[tensor.name], output=True)
-        for i, tensor in enumerate(step.writes)
-    )  # fmt: skip
     staged, numbers = _staged(step), _numbers(step)
     if numbers:
         calls[MASK_READ] = None
+    outputs = tuple(
+        _operand(i, tensor, values, leaves=_leaves_of(step, tensor.name, values, numbers),
+                 layout=layout_of[tensor.name], output=True)
+        for i, tensor in enumerate(step.writes)
+    )  # fmt: skip
     inputs = tuple(
         _operand(
             len(outputs) + i,
@@ -333,7 +334,6 @@ def kernel(step: Pointwise) -> Kernel:
     )
     scalars = tuple(Scalar(live[s.text], s.text) for s in step.scalars)
     like = tuple(values.get(t.name) or names.fresh(t.name) for t in step.like)
-    dense = any(op is not None and op.dense_result for op in map(ops.find, step.body.statements))
     return Kernel(
         step.name, formula(step), outputs, inputs, scalars, tuple(statements), tuple(calls), lines,
         _format(step, like), like, dense,
@@ -342,7 +342,7 @@ def kernel(step: Pointwise) -> Kernel:
 
 def _format(step: Pointwise, like: Sequence[str]) -> str:
     """C++ for the memory format that a region is told to write, "" where it is told none."""
-    if step.layout == "channels_last":
+    if step.layout == CHANNELS_LAST:
         volume = len(step.writes[0].shape) == 5
         last = f"at::MemoryFormat::ChannelsLast{'3d' if volume else ''}"
         return f"{TOLD} ? {last} : at::MemoryFormat::Contiguous"
@@ -434,9 +434,11 @@ def _numbers(step: Pointwise) -> frozenset[str]:
     return frozenset(masks - set(step.body.results))
 
 
-def _leaves_of(step: Pointwise, result: str, values: Mapping[str, str]) -> str:
+def _leaves_of(
+    step: Pointwise, result: str, values: Mapping[str, str], numbers: Collection[str]
+) -> str:
     """The floating inputs that one result depends on: they decide its dtype."""
-    used, numbers = _inputs_of(step, result), _numbers(step)
+    used = _inputs_of(step, result)
     leaves = [t.name for t in used if t.dtype in ops.FLOATS or t.name in numbers]
     return ", ".join(values[name] for name in leaves)
 
@@ -492,7 +494,7 @@ def _kernel_call(step: Pointwise, k: Kernel, bindings: Mapping[str, str], told: 
     read = [access.tensor.name for access in step.reads]
     more = [tensor.name for tensor in step.like if tensor.name not in read]
     tensors = [bindings.get(name, name) for name in (*read, *more)]
-    tensors += [told] if step.layout == "channels_last" else []
+    tensors += [told] if step.layout == CHANNELS_LAST else []
     numbers = [scalar.text for scalar in step.scalars]
     args = ", ".join([f"_cuda.{k.name}_forward", *tensors, *numbers])
     return f"{', '.join(step.body.results)} = _run({args})"

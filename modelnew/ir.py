@@ -9,8 +9,8 @@ carries its maths this way, so an operator that is added once works in all of th
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 
@@ -106,7 +106,16 @@ class Node:
 
     @property
     def reads(self) -> tuple[str, ...]:
-        return tuple(refs_in(tuple(argument.value for argument in self.args)))
+        return tuple(refs_in(self.values))
+
+    @property
+    def values(self) -> tuple[Arg, ...]:
+        return tuple(argument.value for argument in self.args)
+
+    def with_values(self, values: Iterable[Arg]) -> Node:
+        """The same call with other values of its arguments, in their order."""
+        pairs = zip(self.args, values, strict=True)
+        return replace(self, args=tuple(replace(a, value=value) for a, value in pairs))
 
     def value(self, name: str) -> Arg:
         return next(argument.value for argument in self.args if argument.name == name)

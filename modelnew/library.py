@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import BuiltinFunctionType, MethodDescriptorType
 from typing import Any, TypeAlias
 
@@ -28,11 +28,11 @@ def call_line(node: Node, graph: Graph, fronts: Fronts) -> str:
     `fronts` is empty for a graph's first call and remembers what the others have in common: asking
     PyTorch takes 10 ms. It serves one graph, so that a file does not depend on those before it.
     """
-    if (spelled := _spelled(node, graph)) is not None:
-        return f"{node.result} = {spelled}"
     args, by_name = _split(node)
     texts = [python_text(value, graph.bindings) for value in args]
-    texts += [f"{name}={python_text(value, graph.bindings)}" for name, value in by_name.items()]
+    named = {name: python_text(value, graph.bindings) for name, value in by_name.items()}
+    if (spelled := _spelled(node, graph, texts, named)) is not None:
+        return f"{node.result} = {spelled}"
     kinds = [_kind(value, graph.tensors) for value in (*args, *by_name.values())]
     key = (node.op, *by_name, *kinds)
     if key not in fronts:
@@ -40,7 +40,8 @@ def call_line(node: Node, graph: Graph, fronts: Fronts) -> str:
     front = fronts[key]
     if front.startswith("."):
         front = texts.pop(0) + front
-    call = f"{front}({', '.join(texts)})"
+    given = [*texts, *(f"{name}={text}" for name, text in named.items())]
+    call = f"{front}({', '.join(given)})"
     return call if node.mutates and not node.outputs else f"{node.result} = {call}"
 
 
@@ -58,19 +59,19 @@ def python_text(value: Arg, bindings: Mapping[str, str]) -> str:
     return repr(value)
 
 
-def _spelled(node: Node, graph: Graph) -> str | None:
+def _spelled(
+    node: Node, graph: Graph, texts: Sequence[str], named: Mapping[str, str]
+) -> str | None:
     """The call where Python has another way to write it than a function of the operator's name."""
-    args, by_name = _split(node)
-    texts = [python_text(value, graph.bindings) for value in args]
     match node.op:
         case "python.getitem.int":
             return f"{texts[0]}[{texts[1]}]"
-        case "aten.contiguous.default" if len(args) == 1 and not by_name:
+        case "aten.contiguous.default" if len(texts) == 1 and not named:
             return f"{texts[0]}.contiguous()"
         case "aten.slice.Tensor" if all(isinstance(a.value, int) for a in node.args[1:]):
-            return _slice_text(node, graph)
-        case "aten.to.dtype_layout" if len(args) == 1 and list(by_name) == ["device"]:
-            return f"{texts[0]}.to({python_text(by_name['device'], graph.bindings)})"
+            return _slice_text(node, graph, texts[0])
+        case "aten.to.dtype_layout" if len(texts) == 1 and list(named) == ["device"]:
+            return f"{texts[0]}.to({named['device']})"
         case "aten.einsum.default":  # it chooses the order of the products by itself
             operands = node.value("tensors")
             assert isinstance(operands, tuple)
@@ -79,7 +80,7 @@ def _spelled(node: Node, graph: Graph) -> str | None:
     return None
 
 
-def _slice_text(node: Node, graph: Graph) -> str:
+def _slice_text(node: Node, graph: Graph, operand: str) -> str:
     """A slice as an index: `x[:, 1::2]`."""
     base, dim, start, end, step = (argument.value for argument in node.args)
     assert isinstance(base, Ref)
@@ -89,7 +90,7 @@ def _slice_text(node: Node, graph: Graph) -> str:
     last = "" if end == sys.maxsize else end
     every = "" if step == 1 else f":{step}"
     index = ":, " * (dim % rank) + f"{first}:{last}{every}"
-    return f"{python_text(base, graph.bindings)}[{index}]"
+    return f"{operand}[{index}]"
 
 
 def _split(node: Node) -> tuple[list[Arg], dict[str, Arg]]:

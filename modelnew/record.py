@@ -91,6 +91,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # --- calls ------------------------------------------------------------------------------
 
     def _record(self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
+        if str(func) == "aten.to.dtype_layout":  # x.to(device) comes with the dtype that x has
+            own = {"dtype": args[0].dtype, "layout": args[0].layout}
+            kwargs = {name: value for name, value in kwargs.items() if own.get(name) != value}
         given: list[Argument] = []
         mutates: list[str] = []
         views: list[str] = []

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from modelnew.compare import equal, same_calls
+from modelnew.compare import equal, same_calls, same_ends, same_operators
 from modelnew.ir import Graph, Guard, Live, ModelNewError, Node
 from modelnew.reference import Reference
 
@@ -87,17 +87,16 @@ class Sizes:
         sizes |= dict.fromkeys(places, other)
         _broadcast_ones(self.places, sizes, self.rank)
         probe = self._trace(sizes)
-        if probe is None or not _alike(probe, self.base):
+        if probe is None or not (same_operators(probe, self.base) and same_ends(probe, self.base)):
             return Batch()
         text = f"{places[0][0]}.shape[0]"
         nodes = []
         for node, theirs in zip(self.base.nodes, probe.nodes, strict=True):
-            pairs = zip(node.args, theirs.args, strict=True)
-            followed = [_follow(a.value, b.value, size, other, text) for a, b in pairs]
+            pairs = zip(node.values, theirs.values, strict=True)
+            followed = [_follow(a, b, size, other, text) for a, b in pairs]
             if _Differs in followed:
                 return Batch()
-            args = zip(node.args, followed, strict=True)
-            nodes.append(replace(node, args=tuple(replace(a, value=value) for a, value in args)))
+            nodes.append(node.with_values(followed))
         near = size - 1 if size > 1 else 2
         expected = replace(self.base, nodes=_at_size(nodes, size, near))
         probe = self._trace({**self.places, **dict.fromkeys(places, near)}, expected)
@@ -152,14 +151,6 @@ class _Differs:
     """Marks an argument that does not follow the batch."""
 
 
-def _alike(left: Graph, right: Graph) -> bool:
-    """Whether two traces call the same operators and differ in arguments alone."""
-    calls = [
-        [(n.op, tuple(a.name for a in n.args)) for n in graph.nodes] for graph in (left, right)
-    ]
-    return calls[0] == calls[1] and same_calls(replace(left, nodes=()), replace(right, nodes=()))
-
-
 def with_batch(nodes: tuple[Node, ...], batch: Batch) -> tuple[Node, ...]:
     """`nodes` with the Live sizes of the batch's nodes, the same ones."""
     if not batch.nodes:
@@ -170,14 +161,10 @@ def with_batch(nodes: tuple[Node, ...], batch: Batch) -> tuple[Node, ...]:
             return tuple(map(merged, value, sized))
         return sized if isinstance(sized, Live) else value
 
-    pairs = zip(nodes, batch.nodes, strict=True)
     return tuple(
-        replace(node, args=tuple(
-            replace(a, value=merged(a.value, b.value))
-            for a, b in zip(node.args, sized.args, strict=True)
-        ))
-        for node, sized in pairs
-    )  # fmt: skip
+        node.with_values(map(merged, node.values, sized.values))
+        for node, sized in zip(nodes, batch.nodes, strict=True)
+    )
 
 
 def _at_size(nodes: Sequence[Node], traced: int, size: int) -> tuple[Node, ...]:
@@ -188,10 +175,7 @@ def _at_size(nodes: Sequence[Node], traced: int, size: int) -> tuple[Node, ...]:
             return tuple(map(number, value))
         return int(value.value) // traced * size if isinstance(value, Live) else value
 
-    return tuple(
-        replace(node, args=tuple(replace(a, value=number(a.value)) for a in node.args))
-        for node in nodes
-    )
+    return tuple(node.with_values(map(number, node.values)) for node in nodes)
 
 
 def _independent_groups(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from modelnew.compare import equal
+from modelnew.compare import equal, same_operators
 from modelnew.ir import Arg, Graph, Guard, Literal, Live, ModelNewError, Node
 from modelnew.live import LiveTable
 from modelnew.reference import Reference, attribute_text
@@ -22,9 +22,6 @@ from modelnew.sizes import Sizes, TraceOnce, with_batch
 
 if TYPE_CHECKING:
     from modelnew.trace import Leaf
-
-# `x.to(device)`, which arrives with the dtype that x has.
-MOVED = "aten.to.dtype_layout"
 
 # For each numeric constructor argument: the texts of the numeric attributes that follow it, and
 # whether nothing else does.
@@ -286,7 +283,7 @@ def _with_dtypes(
     tensors = [leaf for leaf in leaves if isinstance(leaf.value, torch.Tensor)]
     floating = [leaf for leaf in tensors if leaf.value.is_floating_point()]
     own = {Literal(str(leaf.value.dtype)) for leaf in floating}
-    named = (a.value for node in base.nodes if node.op != MOVED for a in node.args)
+    named = (value for node in base.nodes for value in node.values)
     if not any(value in own for value in named if isinstance(value, Literal)):
         return nodes
     half, live = Literal("torch.float16"), Literal(f"{floating[0].text}.dtype")
@@ -306,17 +303,14 @@ def _with_dtypes(
         probe = trace_once(model, given, None)
     except ModelNewError:
         return nodes
-    if [node.op for node in probe.nodes] != [node.op for node in base.nodes]:
+    if not same_operators(probe, base):
         return nodes
     asking = []
     for node, plain, theirs in zip(nodes, base.nodes, probe.nodes, strict=True):
-        triples = zip(node.args, plain.args, theirs.args, strict=True)
-        follows = node.op != MOVED
-        args = [
-            replace(arg, value=live) if follows and a.value in own and b.value == half else arg
-            for arg, a, b in triples
-        ]
-        asking.append(replace(node, args=tuple(args)))
+        triples = zip(node.values, plain.values, theirs.values, strict=True)
+        asking.append(
+            node.with_values(live if a in own and b == half else value for value, a, b in triples)
+        )
     return tuple(asking)
 
 

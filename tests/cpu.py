@@ -37,6 +37,7 @@ import torch
 from torch.utils import cpp_extension
 
 from modelnew.doctor import find_nvcc
+from modelnew.measure.nested import tensors
 
 RUNTIME = Path(__file__).resolve().parent / "cpu_runtime"
 CHECKS = "alignment,bounds,bool,enum,integer-divide-by-zero,null,shift,signed-integer-overflow"
@@ -141,6 +142,14 @@ import cpu
 extension, *texts = map(Path, sys.argv[2:])
 models = [cpu.load_on_cpu(t.read_text(), t.parent, extension)["ModelNew"]() for t in texts]
 """
+
+
+def unsigned_zeros(tree: Any) -> Any:
+    """`tree` with its zeros made positive: PyTorch's CPU and CUDA kernels disagree about them."""
+    for x in tensors(tree):
+        if x.is_floating_point():
+            x[x == 0] = 0
+    return tree
 
 
 def _execute(text: str, load_inline: Callable[..., Any] | None) -> Namespace:

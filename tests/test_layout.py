@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import cpu
 import pytest
 import torch
+from cpu import unsigned_zeros
 from references import reference_text
 from test_solutions import (
     ENTRY,
@@ -32,6 +33,7 @@ from modelnew import invariants
 from modelnew.interpret import interpret
 from modelnew.ir import Plan, Pointwise
 from modelnew.measure.gate import compare
+from modelnew.measure.nested import map_tensors, tensors
 from modelnew.plan import plan
 from modelnew.reference import Reference, load
 from modelnew.render import Options, render
@@ -260,28 +262,11 @@ def judge(subject: Subject, inputs: Sequence[Tensor]) -> None:
 
 
 def laid(tree: Any, layout: str) -> Any:
-    """With the strides of a fresh tensor."""
-    if isinstance(tree, Tensor):
-        kind = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}[layout]
-        return torch.empty(tree.shape, dtype=tree.dtype, memory_format=kind).copy_(tree)
-    if isinstance(tree, dict):
-        return {key: laid(item, layout) for key, item in tree.items()}
-    return [laid(item, layout) for item in tree]
-
-
-def leaves(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    else:
-        for item in tree.values() if isinstance(tree, dict) else tree:
-            yield from leaves(item)
-
-
-def unsigned_zeros(tree: Any) -> Any:
-    for x in leaves(tree):
-        if x.is_floating_point():
-            x[x == 0] = 0
-    return tree
+    """With the strides of fresh tensors."""
+    kind = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}[layout]
+    return map_tensors(
+        lambda x: torch.empty(x.shape, dtype=x.dtype, memory_format=kind).copy_(x), tree
+    )
 
 
 # --- values --------------------------------------------------------------------------------------
@@ -378,8 +363,8 @@ def test_interpreter(name: str, collection: Collection) -> None:
     inputs = [channels_last(x) for x in random_inputs(name, (2, 8, 4, 6), torch.float32)]
     model = collection.references[name].namespace["Model"]()
     values = dict(zip(made.graph.inputs, inputs, strict=True))
-    found = list(leaves(interpret(made, model, values)))
-    own = list(leaves(laid(model(*inputs), TOLD.get(name, "contiguous"))))
+    found = tensors(interpret(made, model, values))
+    own = tensors(laid(model(*inputs), TOLD.get(name, "contiguous")))
     assert all(map(torch.equal, found, own))
     assert [x.stride() for x in found] == [x.stride() for x in own]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -16,11 +16,13 @@ from typing import Any
 import cpu
 import pytest
 import torch
+from cpu import unsigned_zeros
 from references import reference_text
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from modelnew.measure.gate import compare
+from modelnew.measure.nested import cast, tensors
 from modelnew.plan import plan
 from modelnew.reference import Reference, load
 from modelnew.render import render
@@ -169,32 +171,13 @@ class Subject:
         for names, size in ((ROWS, rows), ((*COLUMNS, "n"), columns)):
             space.update({n: size for n in names if n in space and n not in fixed})
         torch.manual_seed(1)
-        return [cast(x, dtype) for x in space["get_inputs"]()]
-
-
-def cast(x: Any, dtype: torch.dtype) -> Any:
-    return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
-
-
-def leaves(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, list | tuple | dict):
-        for item in tree.values() if isinstance(tree, dict) else tree:
-            yield from leaves(item)
-
-
-def unsigned_zeros(tree: Any) -> Any:
-    for x in leaves(tree):
-        if x.is_floating_point():
-            x[x == 0] = 0
-    return tree
+        return list(cast(space["get_inputs"](), dtype))
 
 
 def memory(inputs: Sequence[Any]) -> list[Tensor]:
     """The bytes of the inputs' whole storages, gaps between strided elements included."""
     empty = torch.empty(0, dtype=torch.uint8)
-    return [empty.new_empty(0).set_(x.untyped_storage()).clone() for x in leaves(list(inputs))]
+    return [empty.new_empty(0).set_(x.untyped_storage()).clone() for x in tensors(inputs)]
 
 
 def judge(subject: Subject, inputs: Sequence[Any], dtype: torch.dtype) -> None:
@@ -209,12 +192,12 @@ def judge_models(
 ) -> None:
     """The solution's outputs are right in value, dtype, shape and strides; inputs are untouched."""
     own = theirs(*inputs)
-    truth = true(*(cast(x, torch.float64) for x in inputs))
+    truth = true(*cast(inputs, torch.float64))
     before = memory(inputs)
     found = mine(*inputs)
     assert all(map(torch.equal, memory(inputs), before)), "an input is changed"
     verdict = compare(*(unsigned_zeros(tree) for tree in (found, own, truth)))
-    layout = [(tuple(x.shape), x.stride(), x.dtype) for x in leaves(list(inputs))]
+    layout = [(tuple(x.shape), x.stride(), x.dtype) for x in tensors(inputs)]
     assert verdict.ok, f"{verdict.message} for {layout}"
 
 
@@ -544,7 +527,7 @@ def test_backward_raises(name: str, subject: Subject) -> None:
     given = [
         x.requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs
     ]
-    outputs = [list(leaves(model(*given))) for model in (mine, theirs)]
+    outputs = [tensors(model(*given)) for model in (mine, theirs)]
     assert [x.requires_grad for x in outputs[0]] == [x.requires_grad for x in outputs[1]]
     for output in outputs[0]:
         if output.requires_grad:

@@ -426,7 +426,7 @@ def markdown(rows: Sequence[Json]) -> str:
     """The headline, a line a task, and the failures."""
     results = Summary(merge(rows))
     parts = ["# Benchmark report", *_headline_lines(results)]
-    parts += ["## Coverage", coverage_table(rows), "## Tasks", _task_table(results)]
+    parts += ["## Coverage", coverage_table(results.tasks), "## Tasks", _task_table(results)]
     if results.failures:
         parts.append("## Failures")
     for task, failure in results.failures:
@@ -464,12 +464,12 @@ def _speed_table(results: Summary) -> str:
     return _table(head, body)
 
 
-def coverage_table(rows: Sequence[Json]) -> str:
+def coverage_table(found: Sequence[Task]) -> str:
     """A line a folder of references: what became of its tasks, and how fast the right ones are."""
     head = ["folder", "tasks", "own kernels", "right", "degenerate", "wrong", "no verdict",
             "right by KernelBench", "over eager", "over torch.compile"]  # fmt: skip
     folders: dict[str, list[Task]] = {}
-    for task in merge(rows):
+    for task in found:
         if not task.algebra:
             folders.setdefault(task.name.rpartition("/")[0] or ".", []).append(task)
     body = []
