@@ -105,6 +105,7 @@ def _functional(graph: Graph) -> Graph:
                 node = replace(node, op=op, mutates=())
             else:
                 names[node.result] = node.mutates[0]
+                node = replace(node, outputs=())
         nodes.append(node)
     return with_results(replace(graph, nodes=tuple(nodes)), names)
 

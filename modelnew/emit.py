@@ -6,6 +6,7 @@ import keyword
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from textwrap import wrap
 
 from modelnew import ops
 from modelnew.formula import WIDTH, formula
@@ -22,6 +23,7 @@ from modelnew.ir import (
 )
 from modelnew.layout import AT_TRACED_SIZES, CHANNELS_LAST
 from modelnew.library import Fronts, call_line
+from modelnew.lifetimes import frees
 from modelnew.shortcuts import with_shortcuts
 
 C_TYPES: Mapping[str, str] = {
@@ -478,7 +480,8 @@ def forward_lines(plan: Plan, kernels: Sequence[Kernel]) -> list[str]:
     fronts: Fronts = {}
     lines = [f"{AT_TRACED_SIZES} = {plan.condition}"] if plan.condition else []
     told = AT_TRACED_SIZES if plan.condition else "True"
-    for step in plan.steps:
+    for step, unused in zip(plan.steps, frees(plan.graph, plan.steps), strict=True):
+        lines += [f"del {names.strip(', ')}" for names in wrap(", ".join(unused), WIDTH - 12)]
         match step:
             case Pointwise():
                 lines.append(_kernel_call(step, by_name[step.name], bindings, told))

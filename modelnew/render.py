@@ -6,7 +6,7 @@ import ast
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -89,6 +89,7 @@ def render(ref: Reference, plan: Plan, chosen: Options | None = None) -> str:
     digest = hashlib.sha256((shared + cuda + cpp).encode()).hexdigest()[:12]
     stem = re.sub(r"\W|^(?=\d)", "_", ref.path.stem)
     model = fold(_model(plan, kernels, source))
+    names = ", ".join(f'"{k.name}_forward"' for k in kernels)
     file = File(
         header=tuple(_header(ref, plan)),
         imports=tuple(_imports(source, bool(kernels))),
@@ -98,7 +99,7 @@ def render(ref: Reference, plan: Plan, chosen: Options | None = None) -> str:
         cuda=cuda,
         cpp=cpp,
         extension=f"{stem}_{digest}",
-        functions=", ".join(f'"{k.name}_forward"' for k in kernels),
+        functions=fold(f"    functions=[{names}],"),
         checks="_check(" in model,
         modes="_check_modes(" in model,
         model=model,
@@ -221,7 +222,10 @@ def _imports(source: Constructor, with_kernels: bool) -> list[str]:
 
 
 def fold(text: str) -> str:
-    """Breaks code lines of over 100 columns after commas inside their outermost brackets."""
+    """Breaks code lines of over 100 columns after commas inside their outermost brackets.
+
+    A statement of C++ without such a comma is broken after its assignment, then before operators.
+    """
     return "\n".join(piece for line in text.split("\n") for piece in _folded(line))
 
 
@@ -229,17 +233,38 @@ def _folded(line: str) -> list[str]:
     indent = len(line) - len(line.lstrip())
     if len(line) <= WIDTH or line.lstrip().startswith(("//", "#")):
         return [line]
-    depth, quoted, last = 0, False, 0
+    commas = [at for at, depth in _depths(line) if depth and line.startswith(", ", at)]
+    if commas:
+        # What follows stays inside the brackets, so it may itself be folded at any comma.
+        cut = commas[-1] + 1
+        return [line[:cut], *_folded_rest(" " * (indent + 4) + line[cut:].strip())]
+    target, equals, value = line.partition(" = ")
+    if equals and line.endswith(";"):
+        return [f"{target} =", *_folded_value(" " * (indent + 4) + value)]
+    return [line]
+
+
+def _depths(line: str) -> Iterator[tuple[int, int]]:
+    """The columns that may end a line, unless in a string, each with the brackets open there."""
+    depth, quoted = 0, False
     for column, character in enumerate(line[:WIDTH]):
         quoted ^= character == '"' and line[column - 1] != "\\"
-        depth += 0 if quoted else (character in "([{") - (character in ")]}")
-        if not quoted and depth > 0 and character == "," and line[column + 1 : column + 2] == " ":
-            last = column + 1
-    if not last:
+        if not quoted:
+            depth += (character in "([{") - (character in ")]}")
+            yield column, depth
+
+
+def _folded_value(line: str) -> list[str]:
+    operators = [
+        at
+        for at, depth in _depths(line)
+        if not depth and line[at : at + 3] in (" + ", " - ", " * ")
+    ]
+    if len(line) <= WIDTH or not operators:
         return [line]
-    # What follows stays inside the brackets, so it may itself be folded at any comma.
-    rest = " " * (indent + 4) + line[last:].strip()
-    return [line[:last], *_folded_rest(rest)]
+    cut = operators[-1]
+    indent = len(line) - len(line.lstrip())
+    return [line[:cut], *_folded_value(" " * indent + line[cut + 1 :])]
 
 
 def _folded_rest(line: str) -> list[str]:

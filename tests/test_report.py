@@ -278,9 +278,9 @@ Slower than 0.97 of eager: 0.
 ## Coverage
 
 | folder | tasks | own kernels | right | degenerate | wrong | no verdict \
-| right by KernelBench | over eager | over torch.compile |
-| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
-| level1 | 2 | 2 | 1 | 0 | 1 | 0 | {dash} | 2.00{times} | 1.50{times} |
+| right by KernelBench | over eager | over torch.compile | memory of eager |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
+| level1 | 2 | 2 | 1 | 0 | 1 | 0 | {dash} | 2.00{times} | 1.50{times} | 50% |
 
 ## Tasks
 
@@ -445,6 +445,16 @@ def test_a_browser_draws_the_charts_sorts_and_filters(page: str, tmp_path: Path)
     assert "4 of 9 tasks" in body
     opened = re.findall(r'<details class="task" id="([^"]+)" open', body)
     assert opened == [re.search(r'href="#([^"]+)"', rows[0])[1]]  # type: ignore[index]
+
+
+def test_memory_is_that_of_right_tasks_beside_eager() -> None:
+    peaks = {"solution": 3 * 10**6, "eager": 10**6}
+    rows = [bench("a"), bench("b", peak_bytes=peaks), bench("c", peak_bytes={"solution": 4})]
+    summary = results(
+        *rows, *map(verify, "abc"), bench("d", peak_bytes=peaks), verify("d", "wrong")
+    )
+    assert summary.memory == pytest.approx((0.5 * 3) ** 0.5)
+    assert report.coverage_table(summary.tasks).endswith(" | 122% |")
 
 
 def test_the_readme_has_the_table_of_the_committed_results() -> None:

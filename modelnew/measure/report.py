@@ -114,6 +114,13 @@ class Task:
         return min(times) / self.ms["solution"] if times else None
 
     @property
+    def memory(self) -> float | None:
+        """What a call of the solution allocates at most, as a multiple of the same for eager."""
+        peaks = _numbers(self.bench.get("peak_bytes"))
+        ours, eager = peaks.get("solution"), peaks.get("eager")
+        return ours / eager if ours and eager else None
+
+    @property
     def roofline(self) -> float | None:
         return _number(self.bench.get("roofline_ratio"))
 
@@ -266,6 +273,12 @@ class Summary:
     def geomean(self, baseline: str) -> float | None:
         """The geometric mean of the speed-ups, None where there is none."""
         values = [speedup for speedup, _ in self.speedups(baseline)]
+        return statistics.geometric_mean(values) if values else None
+
+    @cached_property
+    def memory(self) -> float | None:
+        """The geometric mean of what right tasks take of eager's memory."""
+        values = [task.memory for task in self.right if task.memory is not None]
         return statistics.geometric_mean(values) if values else None
 
     @cached_property
@@ -465,9 +478,10 @@ def _speed_table(results: Summary) -> str:
 
 
 def coverage_table(found: Sequence[Task]) -> str:
-    """A line a folder of references: what became of its tasks, and how fast the right ones are."""
+    """A line a folder of references: what became of its tasks, what time and memory they take."""
     head = ["folder", "tasks", "own kernels", "right", "degenerate", "wrong", "no verdict",
-            "right by KernelBench", "over eager", "over torch.compile"]  # fmt: skip
+            "right by KernelBench", "over eager", "over torch.compile",
+            "memory of eager"]  # fmt: skip
     folders: dict[str, list[Task]] = {}
     for task in found:
         if not task.algebra:
@@ -485,7 +499,8 @@ def coverage_table(found: Sequence[Task]) -> str:
         ]  # fmt: skip
         body.append(
             [folder, *map(str, numbers), f"{sum(judged)} of {len(judged)}" if judged else MISSING,
-             *(times_text(results.geomean(name)) for name in ("eager", "compile"))]
+             *(times_text(results.geomean(name)) for name in ("eager", "compile")),
+             share_text(results.memory)]
         )  # fmt: skip
     return _table(head, body)
 
