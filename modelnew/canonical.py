@@ -39,6 +39,8 @@ FRESH = (
     "log_softmax", "cumsum", "cumprod", "embedding",
 )  # fmt: skip
 
+EXTREMES = {"aten.max.dim": "aten.amax.default", "aten.min.dim": "aten.amin.default"}
+
 # Library calls that also write to buffers, in training, which their schema does not say.
 STATEFUL = ("batch_norm", "instance_norm")
 
@@ -46,7 +48,7 @@ STATEFUL = ("batch_norm", "instance_norm")
 def canonical(graph: Graph) -> Graph:
     """`graph` in one form; its meaning, results and state are the same."""
     graph = _with_numbers(_functional(_without_aliases(graph)))
-    return with_bias_apart(_counting_at_once(_without_dead(graph)))
+    return with_bias_apart(_counting_at_once(_without_places(_without_dead(graph))))
 
 
 def _without_aliases(graph: Graph) -> Graph:
@@ -126,6 +128,27 @@ def _with_numbers(graph: Graph) -> Graph:
         taken = changed.reads and changed != node and ops.why_not(changed, graph) is None
         nodes.append(changed if taken else node)
     return replace(graph, nodes=tuple(nodes))
+
+
+def _without_places(graph: Graph) -> Graph:
+    """max and min over a dimension as amax and amin where nothing asks for the places.
+
+    PyTorch's kernels that carry the places along read at 3.1 TB/s, sum at 4.0 (H200, [128, 4096,
+    4095] over the middle). Both give NaN where there is one.
+    """
+    reads = Counter(name for node in graph.nodes for name in node.reads)
+    pairs = {node.result: node for node in graph.nodes if node.op in EXTREMES}
+    nodes = []
+    gone = set()
+    for node in graph.nodes:
+        pair = pairs.get(node.reads[0]) if node.op == "python.getitem.int" else None
+        if pair and node.value("index") == 0 and reads[pair.result] == 1:
+            gone.add(pair.result)
+            operand, dim, keepdim = pair.args
+            args = (operand, replace(dim, value=(dim.value,)), keepdim)
+            node = replace(node, op=EXTREMES[pair.op], args=args, views=(), source=pair.source)
+        nodes.append(node)
+    return replace(graph, nodes=tuple(node for node in nodes if node.result not in gone))
 
 
 def _counting_at_once(graph: Graph) -> Graph:

@@ -7,7 +7,9 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -366,6 +368,29 @@ def test_bench_times_all_candidates(tmp_path: Path) -> None:
     assert row["copy_gbps"] > 0
     assert set(row["spread"]) > {"solution", "eager"}
     json.dumps(row, allow_nan=False)
+
+
+def test_no_candidate_is_always_timed_after_the_same(tmp_path: Path) -> None:
+    calls: list[str] = []
+    repetitions = {"solution": 100, "eager": 100, "copy": 100, "product": 20}
+
+    def timed(name: str) -> Callable[[], float]:
+        return lambda: float(calls.append(name) or 1.0)
+
+    cpu = torch.device("cpu")
+    candidates = bench._Candidates(
+        {name: timed(name) for name in repetitions}, repetitions, {}, 1.0, cpu, True, calls.append
+    )
+    times = bench._interleaved(candidates, bench.Clocks(cpu))
+    assert {name: len(values) for name, values in times.items()} == repetitions
+    before = Counter((first, name) for first, name in pairwise(calls) if first != name)
+    for name in ("solution", "eager"):
+        assert all(
+            before[other, name] >= 15 for other in ("solution", "eager", "copy") if other != name
+        )
+        assert before["product", name] >= 2
+    rounds = [frozenset(calls[4 * turn : 4 * turn + 4]) for turn in range(20)]
+    assert set(rounds) == {frozenset(repetitions)}
 
 
 def test_a_failing_compiler_is_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -239,6 +239,14 @@ TEXTS: Mapping[str, str] = {
             self.register_buffer(name, torch.tensor(1 if name < "f" else 2))
         """,
     ),
+    "places": reference_text(
+        """
+        def forward(self, x):
+            both, values, none = torch.max(x, 1), x.min(dim=-1, keepdim=True)[0], x.max(0)
+            return both, values * 2, none.values, x.min(0).indices, (x > 0).max(1)[0]
+        """,
+        "torch.randn(n, 8, 4).where(torch.rand(n, 8, 4) < 0.9, float('nan'))",
+    ),
     "in_place_promoted": reference_text(
         """
         def forward(self, x, y):
@@ -551,6 +559,12 @@ def test_counters_that_nothing_else_reads_move_at_once(subject: Get) -> None:
     *_, mine, theirs = made.both()
     assert same(mine.state_dict(), theirs.state_dict())
     assert mine.state_dict()["c"] == 3
+
+
+def test_the_places_of_extremes_are_sought_where_they_are_needed(subject: Get) -> None:
+    steps = subject("places").plan.steps
+    calls = [s.node.packet for s in steps if isinstance(s, Library) and not s.node.views]
+    assert calls == ["max", "amin", "amax", "min", "amax"]
 
 
 def test_a_move_to_a_device_keeps_whatever_dtype_there_is(subject: Get) -> None:
