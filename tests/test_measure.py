@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -289,6 +290,13 @@ child.wait()
     while state.exists() and state.read_text().split()[2] != "Z" and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not state.exists() or state.read_text().split()[2] == "Z"
+
+
+def test_a_child_that_has_yet_to_make_its_group_is_ended() -> None:
+    with subprocess.Popen(["sleep", "100"]) as process:
+        assert os.getpgid(process.pid) != process.pid
+        child._end_group(child._Started(process))
+        assert process.returncode == -signal.SIGTERM
 
 
 def test_the_child_runs_from_any_folder(tmp_path: Path) -> None:

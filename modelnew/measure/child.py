@@ -234,8 +234,12 @@ def _end_group(process: _Process) -> None:
 
 
 def _signal_group(process: _Process, number: int) -> None:
-    with suppress(ProcessLookupError):
+    try:
         os.killpg(process.pid, number)
+    except ProcessLookupError:  # all of it has ended, or the child has yet to make its group
+        if process.wait(0) is None:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, number)
 
 
 def _answer(process: _Process, lines: list[Json], ending: str, log: str) -> Json:
