@@ -28,11 +28,11 @@ from modelnew.shortcuts import with_shortcuts
 
 C_TYPES: Mapping[str, str] = {
     "bool": "bool", "uint8": "uint8_t", "int8": "int8_t", "int16": "int16_t", "int32": "int32_t",
-    "int64": "int64_t",
+    "int64": "int64_t", "float32": "float",
 }  # fmt: skip
 AT_TYPES: Mapping[str, str] = {
     "bool": "at::kBool", "uint8": "at::kByte", "int8": "at::kChar", "int16": "at::kShort",
-    "int32": "at::kInt", "int64": "at::kLong",
+    "int32": "at::kInt", "int64": "at::kLong", "float32": "at::kFloat",
 }  # fmt: skip
 
 # The type parameter of masks that take part in arithmetic, and what reads them as floats.
@@ -165,6 +165,7 @@ class Kernel:
     format: str = ""
     like: tuple[str, ...] = ()
     dense: bool = False
+    same: tuple[tuple[str, str], ...] = ()
 
     @property
     def operands(self) -> tuple[Operand, ...]:
@@ -315,7 +316,7 @@ def kernel(step: Pointwise) -> Kernel:
         calls.update((call, None) for call in re.findall(r"(\w+)\(", expr))
         dense = dense or op.dense_result
     lines, layout_of = _layouts(step, values)
-    staged, numbers = _staged(step), _numbers(step)
+    staged, numbers, single = _staged(step), _numbers(step), _operands(step, "single")
     if numbers:
         calls[MASK_READ] = None
     outputs = tuple(
@@ -331,6 +332,7 @@ def kernel(step: Pointwise) -> Kernel:
             behind=access.behind,
             staged=access.tensor.name in staged,
             number=access.tensor.name in numbers,
+            single=access.tensor.name in single,
         )
         for i, access in enumerate(step.reads)
     )
@@ -338,8 +340,16 @@ def kernel(step: Pointwise) -> Kernel:
     like = tuple(values.get(t.name) or names.fresh(t.name) for t in step.like)
     return Kernel(
         step.name, formula(step), outputs, inputs, scalars, tuple(statements), tuple(calls), lines,
-        _format(step, like), like, dense,
+        _format(step, like), like, dense, _same(step, values),
     )  # fmt: skip
+
+
+def _same(step: Pointwise, values: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """Operands that must have the dtype of another one."""
+    given = {access.tensor.name for access in step.reads}
+    pairs = [(name, node.reads[0]) for node in step.body.statements
+             for name in ops.operands(node, "same") if {name, node.reads[0]} <= given]  # fmt: skip
+    return tuple((values[name], values[x]) for name, x in dict.fromkeys(pairs))
 
 
 def _format(step: Pointwise, like: Sequence[str]) -> str:
@@ -401,8 +411,9 @@ def _scalar_name(text: str) -> str:
 def _operand(
     index: int, tensor: Tensor, values: Mapping[str, str], leaves: str = "", layout: str = "",
     output: bool = False, staged: bool = False, behind: int = 0, number: bool = False,
+    single: bool = False,
 ) -> Operand:  # fmt: skip
-    ctype = "T" if tensor.dtype in ops.FLOATS else C_TYPES[tensor.dtype]
+    ctype = C_TYPES[tensor.dtype] if single or tensor.dtype not in ops.FLOATS else "T"
     ctype = MASK_TYPE if number else ctype
     return Operand(
         index, values[tensor.name], ctype, output, tensor.dtype, leaves, layout, staged, behind
@@ -415,7 +426,9 @@ def _staged(step: Pointwise) -> tuple[str, ...]:
     Their packs have 16 bytes at most. Shared memory holds six tiles of a half type, so code for
     more would only cost registers.
     """
+    fixed = _operands(step, "single")
     whole = [a.tensor for a in step.reads if a.tensor.shape == step.writes[0].shape]
+    whole = [tensor for tensor in whole if tensor.name not in fixed]
     moved = [t.name for t in whole if t.dtype in ops.FLOATS or t.dtype == "bool"]
     return tuple(moved[:6]) if step.layout else ()
 
@@ -436,12 +449,20 @@ def _numbers(step: Pointwise) -> frozenset[str]:
     return frozenset(masks - set(step.body.results))
 
 
+def _operands(step: Pointwise, role: str) -> frozenset[str]:
+    """What the region's nodes read in a role; see ops.Op."""
+    nodes = step.body.statements
+    return frozenset(name for node in nodes for name in ops.operands(node, role))
+
+
 def _leaves_of(
     step: Pointwise, result: str, values: Mapping[str, str], numbers: Collection[str]
 ) -> str:
     """The floating inputs that one result depends on: they decide its dtype."""
     used = _inputs_of(step, result)
-    leaves = [t.name for t in used if t.dtype in ops.FLOATS or t.name in numbers]
+    single = _operands(step, "single")
+    floats = [t.name for t in used if t.dtype in ops.FLOATS and t.name not in single]
+    leaves = [t.name for t in used if t.name in (*floats, *numbers)]
     return ", ".join(values[name] for name in leaves)
 
 

@@ -67,11 +67,16 @@ def _call(node: Node, values: Mapping[str, Any], scope: Mapping[str, Any]) -> An
     return call(*args, **kwargs)
 
 
-def _own(packet: str, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+def _own(packet: str, x: torch.Tensor, *others: Any) -> Any:
     """An operator that ATen does not have."""
     match packet:
         case "channel_bias":
             return x + others[0].view(-1, *[1] * (x.dim() - 2))
+        case "normalized":
+            mean, var, weight, bias, eps = others
+            made = (x - mean) * (var + eps).rsqrt()
+            made = made if weight is None else made * weight
+            return (made if bias is None else made + bias).to(x.dtype)
         case "as_channels_last" | "as_contiguous":
             return x
     raise AssertionError(f"no operator {packet}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from modelnew.ir import Graph, Library, Pointwise, Step, step_reads, step_writes
+from modelnew.ir import Graph, Library, Node, Pointwise, Step, step_reads, step_writes
 
 # Calls whose results PyTorch's schemas take for views, and which copy at times.
 MAY_COPY = ("contiguous", "flatten", "ravel", "reshape", "reshape_as", "to", "type_as")
@@ -25,7 +25,7 @@ def frees(graph: Graph, steps: Sequence[Step]) -> list[list[str]]:
     ending: dict[int, list[str]] = defaultdict(list)
     for root, at in last.items():
         ending[at].append(root)
-    made = [_made(step, roots) for step in steps]
+    made = [_made(graph, step, roots) for step in steps]
     sizes: dict[str, int] = defaultdict(int)
     for new in made:
         for name, size in new.items():
@@ -58,16 +58,24 @@ def _roots(graph: Graph, steps: Sequence[Step]) -> Mapping[str, str]:
     """The name whose memory each name stands for: a view's is its base's."""
     roots = {name: name for name in graph.bindings}
     for step in steps:
-        seen = _seen(step)
+        seen = _seen(graph, step)
         roots.update((name, roots[seen[0]] if seen else name) for name in _written(step))
     return roots
 
 
-def _seen(step: Step) -> tuple[str, ...]:
+def _seen(graph: Graph, step: Step) -> tuple[str, ...]:
     """What the results of a step are views of."""
-    if isinstance(step, Pointwise) or step.node.packet in MAY_COPY:
+    if isinstance(step, Pointwise) or (
+        step.node.packet in MAY_COPY and not _idle(graph, step.node)
+    ):
         return ()
     return (*step.node.mutates, *step.node.views)
+
+
+def _idle(graph: Graph, node: Node) -> bool:
+    """Whether it asks for the dtype that the operand has as it was traced."""
+    same = node.packet == "to" and node.outputs[0].dtype == graph.tensors[node.reads[0]].dtype
+    return same and node.op == "aten.to.dtype"
 
 
 def _written(step: Step) -> tuple[str, ...]:
@@ -85,10 +93,10 @@ def _names(step: Step) -> tuple[str, ...]:
     return (*step_reads(step), *like, *_written(step))
 
 
-def _made(step: Step, roots: Mapping[str, str]) -> dict[str, int]:
+def _made(graph: Graph, step: Step, roots: Mapping[str, str]) -> dict[str, int]:
     """Bytes of new memory by result; a list's are counted where its items are named."""
     writes = step.writes if isinstance(step, Pointwise) else step.node.outputs
-    seen = _seen(step)
+    seen = _seen(graph, step)
     item = isinstance(step, Library) and step.node.packet == "getitem"
     if seen and not (item and roots[seen[0]] == seen[0]):
         return {}

@@ -34,6 +34,7 @@ from modelnew.ir import (
     step_writes,
 )
 from modelnew.layout import Layouts, choose
+from modelnew.statistics import with_statistics_apart
 
 # A kernel's operands travel as kernel parameters, of which every GPU gives at least 4 KB: 8
 # dimensions of 8 bytes, a pointer and an element size are 76 bytes an operand.
@@ -57,7 +58,7 @@ def plan(graph: Graph) -> Plan:
 def _plan(graph: Graph) -> Plan:
     graph = canonical(graph)
     layouts = choose(graph, _reasons(graph))
-    graph = with_bias_apart(layouts.graph)
+    graph = with_bias_apart(with_statistics_apart(layouts.graph))
     reasons = _reasons(graph)
     regions = _Grouping(graph, reasons, layouts.formats).regions()
     steps: list[Step] = [_pointwise(graph, region, layouts) for region in regions]
@@ -73,7 +74,7 @@ def _reasons(graph: Graph) -> dict[str, str | None]:
     places = _places(graph, reasons)
     for node in graph.nodes:
         if reasons[node.result] is None and any(
-            len(places[name]) > 1 for name in ops.channel_operands(node)
+            len(places[name]) > 1 for name in ops.operands(node, "channel")
         ):
             reasons[node.result] = "an operand that is read along other dimensions too"
     return reasons
@@ -84,7 +85,7 @@ def _places(graph: Graph, reasons: Mapping[str, str | None]) -> dict[str, set[in
     places: dict[str, set[int]] = {}
     for node in graph.nodes:
         if reasons[node.result] is None:
-            channel = ops.channel_operands(node)
+            channel = ops.operands(node, "channel")
             behind = len(graph.tensors[node.result].shape) - 2
             for name in node.reads:
                 places.setdefault(name, set()).add(behind if name in channel else 0)
@@ -161,7 +162,7 @@ class _Grouping:
         return any(
             user not in self.fusable
             or self.epoch[user] != self.epoch[node.result]
-            or node.result in ops.channel_operands(self.nodes[user])
+            or node.result in ops.operands(self.nodes[user], "channel")
             for user in self.users[node.result]
         )
 
@@ -257,7 +258,7 @@ class _Grouping:
 def _pointwise(graph: Graph, region: _Region, layouts: Layouts) -> Pointwise:
     statements = tuple(node for node in graph.nodes if node.result in region.members)
     tensors = graph.tensors
-    channel = {name for node in statements for name in ops.channel_operands(node)}
+    channel = {name for node in statements for name in ops.operands(node, "channel")}
     behind = len(tensors[region.roots[0]].shape) - 2
     reads = tuple(Access(tensors[name], behind if name in channel else 0) for name in region.leaves)
     live = {

@@ -221,7 +221,7 @@ def built(row: Op, overload: str, schema: Any, values: Sequence[Any]) -> Case | 
 
 
 # Rows of operators that ATen does not have: steps of our own; see tests/test_modes.py.
-OWN = ("as_channels_last", "as_contiguous", "channel_bias")
+OWN = ("as_channels_last", "as_contiguous", "channel_bias", "normalized")
 ROWS = {name: row for name, row in ops.REGISTRY.items() if name not in OWN}
 CASES = {case.name: case for row in ROWS.values() for case in cases_of(row)}
 

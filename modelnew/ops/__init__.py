@@ -35,6 +35,7 @@ class Op:
     values for scalar arguments. `accepts` says which constant arguments the row covers.
     `dense_result` marks what PyTorch lays out densely whatever its operands' strides. `channel`
     names the parameters that hold one value a channel: they lie along the second dimension of x.
+    `single` names those that are float32 whatever the dtype of x, `same` those that must be of x's.
     `refusal` says why a call that `accepts` does not cover is none for a kernel.
     """
 
@@ -48,6 +49,8 @@ class Op:
     dense_result: bool = False
     formula: str | None = None
     channel: tuple[str, ...] = ()
+    single: tuple[str, ...] = ()
+    same: tuple[str, ...] = ()
     refusal: str = "constant arguments that its row does not cover"
 
     @property
@@ -81,13 +84,12 @@ def used_values(node: Node) -> list[Arg]:
     return [value for name, value in values.items() if name in named]
 
 
-def channel_operands(node: Node) -> tuple[str, ...]:
-    """The tensors that `node` reads as one value a channel."""
+def operands(node: Node, role: str) -> tuple[str, ...]:
+    """The tensors that `node` reads in a role: "channel", "single" or "same"; see Op."""
     op = find(node)
-    if op is None or not op.channel:
-        return ()
-    values = op.values(node)
-    return tuple(v.name for name in op.channel if isinstance(v := values[name], Ref))
+    names = () if op is None else getattr(op, role)
+    values = op.values(node) if op and names else {}
+    return tuple(v.name for name in names if isinstance(v := values[name], Ref))
 
 
 def float_literal(value: float) -> str:

@@ -1,4 +1,4 @@
-"""Operators with operands that hold one value a channel, along the second dimension of x."""
+"""Operators with operands that hold one value a channel or a row."""
 
 from __future__ import annotations
 
@@ -10,6 +10,13 @@ def _batch_norm(values: Values, texts: Texts) -> str:
     bias it adds 0, which gives a zero its sign."""
     weight = "weight * " if "weight" in texts else ""
     return f"{weight}(x - mean) * rsqrtf(var + eps) + {'bias' if 'bias' in texts else '0.0f'}"
+
+
+def _normalized(values: Values, texts: Texts) -> str:
+    """layer_norm, as aten/src/ATen/native/cuda/layer_norm_kernel.cu, given a row's statistics."""
+    weight = " * weight" if "weight" in texts else ""
+    bias = " + bias" if "bias" in texts else ""
+    return f"(x - mean) * rsqrtf(var + eps){weight}{bias}"
 
 
 def _uses_running_statistics(values: Values) -> bool:
@@ -25,5 +32,8 @@ ROWS = (
     # A value in another memory layout; see modelnew/layout.py.
     Op("as_contiguous", "x", "x"),
     Op("as_channels_last", "x", "x"),
+    # What is left of layer_norm; see modelnew/statistics.py.
+    Op("normalized", "x mean var weight bias eps", _normalized, single=("mean", "var"),
+       same=("weight", "bias"), dense_result=True),
     Op("channel_bias", "x b", "x + b", channel=("b",), formula="x + b"),
 )  # fmt: skip
