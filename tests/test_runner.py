@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -279,6 +280,8 @@ def started(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
             [sys.executable, str(ROOT / "generate.py"), *map(str, arguments)],
             env={**os.environ, "MODELNEW_MARK": str(tmp_path)}, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            # A shell without job control starts what runs in the background with SIGINT ignored.
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )  # fmt: skip
         processes.append(process)
         return process
