@@ -135,8 +135,24 @@ def test_an_appeal_pools_the_draws() -> None:
     verdict = gate.pooled(worse)
     assert not verdict.ok
     assert verdict.ratio == pytest.approx(1.25, abs=0.02)
-    assert "the largest of 3 draws" in verdict.message
+    assert "the median of 3 draws" in verdict.message
     wild = judged([math.nan], [1.0], [1.0])
     assert not gate.pooled([lucky[1], wild]).ok
     other = gate.compare(torch.zeros(3), torch.zeros(4), torch.zeros(4))
     assert gate.pooled([lucky[0], other]) is other
+
+
+@pytest.mark.parametrize(("worse", "wrong"), [(1, (0, 3)), (4, (90, 100))])
+def test_an_appeal_knows_luck(worse: float, wrong: tuple[int, int]) -> None:
+    """Of 100 outputs of 100 values around zero, with as large errors as the reference's or more."""
+    generator = torch.Generator().manual_seed(4)
+
+    def noise() -> torch.Tensor:
+        return torch.randn(100, dtype=torch.float64, generator=generator)
+
+    def draw() -> gate.Verdict:
+        truth = noise()
+        return judged(truth + 1e-3 * worse * noise(), truth + 1e-3 * noise(), truth)
+
+    found = sum(not gate.pooled([draw() for _ in range(16)]).ok for _ in range(100))
+    assert wrong[0] <= found <= wrong[1]

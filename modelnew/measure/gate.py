@@ -24,8 +24,9 @@ its finiteness binds nobody.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -53,6 +54,9 @@ class Metric:
     @property
     def ratio(self) -> float:
         return self.error / self.allowed
+
+
+METRIC = tuple(field.name for field in fields(Metric))
 
 
 @dataclass(frozen=True)
@@ -96,10 +100,13 @@ def compare(found: Any, reference: Any, truth: Any) -> Verdict:
 
 
 def pooled(verdicts: Sequence[Verdict]) -> Verdict:
-    """One verdict over several draws of one check: largest error against largest own error.
+    """One verdict over several draws of one check: median error against median own error.
 
     An error is a maximum of rounding errors, which are as good as random. Where the reference's
-    was small by luck, more draws show it; a solution that is worse stays worse.
+    was small by luck, more draws show it; a solution that is worse stays worse. An error relative
+    to a value near zero has no mean, and the largest of several draws is as much luck as one: by
+    the largest of 8, of two equal programs with 100 results 7 % were wrong after all, and of those
+    with three times the error 46 % right; by the median of 16 it is 3 % and 36 % (simulated).
     """
     lost = [v for v in verdicts if not v.ok and not 1 < v.ratio < math.inf]  # no rounding error
     if lost:
@@ -107,12 +114,13 @@ def pooled(verdicts: Sequence[Verdict]) -> Verdict:
     best = Verdict(True, truth=verdicts[0].truth)
     for key in verdicts[0].metrics:
         draws = [verdict.metrics[key] for verdict in verdicts if key in verdict.metrics]
-        top, own = max(draws, key=lambda draw: draw.error), max(draw.own for draw in draws)
-        metric = replace(top, own=own)
+        metric = Metric(
+            *(statistics.median(getattr(draw, name) for draw in draws) for name in METRIC)
+        )
         if metric.ratio > best.ratio:
             best = Verdict(
-                metric.ratio <= 1, metric.error, own, metric.ratio,
-                f"{key} error {metric.error:.3g}, allowed {metric.allowed:.3g}, the largest of "
+                metric.ratio <= 1, metric.error, metric.own, metric.ratio,
+                f"{key} error {metric.error:.3g}, allowed {metric.allowed:.3g}, the median of "
                 f"{len(draws)} draws", verdicts[0].truth, verdicts[0].metrics,
             )  # fmt: skip
     return replace(best, message="") if best.ok else best

@@ -29,8 +29,8 @@ from modelnew.measure.subject import (
     forward,
 )
 
-APPEAL = 4.0  # error over allowed error from which one draw is enough
-DRAWS = 8
+APPEAL = 16.0  # error over allowed error from which one draw is enough
+DRAWS = 16
 SEPARABLE = 1e-9  # relative; float64 runs of one slice differ by 1e-14 with the algorithm chosen
 PROBE_ROWS = 4
 
@@ -41,7 +41,7 @@ def judge(subject: Subject, inputs: Any) -> Verdict:
     """Runs reference, truth and solution on the inputs and compares; Skip without a truth.
 
     A verdict that is wrong by little is appealed: see `gate.pooled`. The parameters are shaken
-    too: with tiny inputs all rounding is theirs, and inputs alone would draw the same eight times.
+    too: with tiny inputs all rounding is theirs, and inputs alone would draw the same each time.
     """
     verdict = _judged(subject, inputs)
     if verdict.ok or not 1 < verdict.ratio < APPEAL:
