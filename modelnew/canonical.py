@@ -253,9 +253,8 @@ def _without_dead(graph: Graph) -> Graph:
     needed = set(graph.results)
     kept: list[Node] = []
     for node in reversed(graph.nodes):
-        made = {node.result, *(tensor.name for tensor in node.outputs)}
         effect = node.mutates or node.random or node.packet in STATEFUL
-        if effect or made & needed:
+        if effect or needed.intersection(node.names):
             kept.append(node)
             needed.update(node.reads)
     return replace(graph, nodes=tuple(reversed(kept)))

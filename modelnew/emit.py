@@ -316,11 +316,12 @@ def kernel(step: Pointwise) -> Kernel:
         calls.update((call, None) for call in re.findall(r"(\w+)\(", expr))
         dense = dense or op.dense_result
     lines, layout_of = _layouts(step, values)
-    staged, numbers, single = _staged(step), _numbers(step), _operands(step, "single")
+    single = {name for node in step.body.statements for name in ops.operands(node, "single")}
+    staged, numbers = _staged(step, single), _numbers(step)
     if numbers:
         calls[MASK_READ] = None
     outputs = tuple(
-        _operand(i, tensor, values, leaves=_leaves_of(step, tensor.name, values, numbers),
+        _operand(i, tensor, values, leaves=_leaves_of(step, tensor.name, values, numbers, single),
                  layout=layout_of[tensor.name], output=True)
         for i, tensor in enumerate(step.writes)
     )  # fmt: skip
@@ -332,7 +333,7 @@ def kernel(step: Pointwise) -> Kernel:
             behind=access.behind,
             staged=access.tensor.name in staged,
             number=access.tensor.name in numbers,
-            single=access.tensor.name in single,
+            single=single,
         )
         for i, access in enumerate(step.reads)
     )
@@ -411,25 +412,23 @@ def _scalar_name(text: str) -> str:
 def _operand(
     index: int, tensor: Tensor, values: Mapping[str, str], leaves: str = "", layout: str = "",
     output: bool = False, staged: bool = False, behind: int = 0, number: bool = False,
-    single: bool = False,
+    single: Collection[str] = (),
 ) -> Operand:  # fmt: skip
-    ctype = C_TYPES[tensor.dtype] if single or tensor.dtype not in ops.FLOATS else "T"
+    ctype = "T" if _follows(tensor, single) else C_TYPES[tensor.dtype]
     ctype = MASK_TYPE if number else ctype
     return Operand(
         index, values[tensor.name], ctype, output, tensor.dtype, leaves, layout, staged, behind
     )
 
 
-def _staged(step: Pointwise) -> tuple[str, ...]:
+def _staged(step: Pointwise, single: Collection[str]) -> tuple[str, ...]:
     """The inputs that the kernel which goes by tiles may stage, those as large as the results.
 
     Their packs have 16 bytes at most. Shared memory holds six tiles of a half type, so code for
     more would only cost registers.
     """
-    fixed = _operands(step, "single")
     whole = [a.tensor for a in step.reads if a.tensor.shape == step.writes[0].shape]
-    whole = [tensor for tensor in whole if tensor.name not in fixed]
-    moved = [t.name for t in whole if t.dtype in ops.FLOATS or t.dtype == "bool"]
+    moved = [t.name for t in whole if _follows(t, single) or t.dtype == "bool"]
     return tuple(moved[:6]) if step.layout else ()
 
 
@@ -449,20 +448,18 @@ def _numbers(step: Pointwise) -> frozenset[str]:
     return frozenset(masks - set(step.body.results))
 
 
-def _operands(step: Pointwise, role: str) -> frozenset[str]:
-    """What the region's nodes read in a role; see ops.Op."""
-    nodes = step.body.statements
-    return frozenset(name for node in nodes for name in ops.operands(node, role))
+def _follows(tensor: Tensor, single: Collection[str]) -> bool:
+    """Whether a tensor is of the dtype that the kernel runs in, "T"."""
+    return tensor.dtype in ops.FLOATS and tensor.name not in single
 
 
 def _leaves_of(
-    step: Pointwise, result: str, values: Mapping[str, str], numbers: Collection[str]
-) -> str:
+    step: Pointwise, result: str, values: Mapping[str, str], numbers: Collection[str],
+    single: Collection[str],
+) -> str:  # fmt: skip
     """The floating inputs that one result depends on: they decide its dtype."""
     used = _inputs_of(step, result)
-    single = _operands(step, "single")
-    floats = [t.name for t in used if t.dtype in ops.FLOATS and t.name not in single]
-    leaves = [t.name for t in used if t.name in (*floats, *numbers)]
+    leaves = [t.name for t in used if _follows(t, single) or t.name in numbers]
     return ", ".join(values[name] for name in leaves)
 
 

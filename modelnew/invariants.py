@@ -41,9 +41,7 @@ def check_plan(plan: Plan) -> None:
         _require(not missing, f"a step reads {missing} before they are made")
         if isinstance(step, Pointwise):
             _check_pointwise(step)
-        if isinstance(step, Library):
-            defined.add(step.node.result)
-        defined.update(step_writes(step))
+        defined.update(step.node.names if isinstance(step, Library) else step_writes(step))
     _require(set(plan.graph.results) <= defined, "the result is never made")
     if plan.other is not None:
         check_plan(plan.other)

@@ -109,6 +109,16 @@ class Node:
         return tuple(refs_in(self.values))
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The whole result and its tensors, each once."""
+        return tuple(dict.fromkeys([self.result, *(tensor.name for tensor in self.outputs)]))
+
+    @property
+    def binds(self) -> bool:
+        """Whether its line in forward binds `result`; what is written in place has a name."""
+        return bool(self.outputs) or not self.mutates
+
+    @property
     def values(self) -> tuple[Arg, ...]:
         return tuple(argument.value for argument in self.args)
 

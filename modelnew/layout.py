@@ -203,7 +203,7 @@ def _savings(graph: Graph) -> dict[str, float]:
         elif _is_choice(graph, node) and (convolved or node.packet != "batch_norm"):
             savings[node.result] = _saving_of_rows(node, graph.tensors[node.reads[0]])
         if convolved:
-            made.update([node.result, *(output.name for output in node.outputs)])
+            made.update(node.names)
     return savings
 
 

@@ -42,7 +42,7 @@ def call_line(node: Node, graph: Graph, fronts: Fronts) -> str:
         front = texts.pop(0) + front
     given = [*texts, *(f"{name}={text}" for name, text in named.items())]
     call = f"{front}({', '.join(given)})"
-    return call if node.mutates and not node.outputs else f"{node.result} = {call}"
+    return f"{node.result} = {call}" if node.binds else call
 
 
 def python_text(value: Arg, bindings: Mapping[str, str]) -> str:

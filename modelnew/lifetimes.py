@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from modelnew.ir import Graph, Library, Node, Pointwise, Step, step_reads, step_writes
+from modelnew.ir import Graph, Library, Pointwise, Step, step_reads, step_writes
 
 # Calls whose results PyTorch's schemas take for views, and which copy at times.
 MAY_COPY = ("contiguous", "flatten", "ravel", "reshape", "reshape_as", "to", "type_as")
@@ -65,27 +65,23 @@ def _roots(graph: Graph, steps: Sequence[Step]) -> Mapping[str, str]:
 
 def _seen(graph: Graph, step: Step) -> tuple[str, ...]:
     """What the results of a step are views of."""
-    if isinstance(step, Pointwise) or (
-        step.node.packet in MAY_COPY and not _idle(graph, step.node)
-    ):
+    if isinstance(step, Pointwise):
         return ()
-    return (*step.node.mutates, *step.node.views)
-
-
-def _idle(graph: Graph, node: Node) -> bool:
-    """Whether it asks for the dtype that the operand has as it was traced."""
-    same = node.packet == "to" and node.outputs[0].dtype == graph.tensors[node.reads[0]].dtype
-    return same and node.op == "aten.to.dtype"
+    node = step.node
+    if node.op == "aten.to.dtype":  # x itself where it has that dtype
+        copies = node.outputs[0].dtype != graph.tensors[node.reads[0]].dtype
+    else:
+        copies = node.packet in MAY_COPY
+    return () if copies else (*node.mutates, *node.views)
 
 
 def _written(step: Step) -> tuple[str, ...]:
-    return step_writes(step) or ((step.node.result,) if isinstance(step, Library) else ())
+    return step.node.names if isinstance(step, Library) else step_writes(step)
 
 
 def _bound(step: Step) -> tuple[str, ...]:
     """The names that the step's line of Python binds."""
-    unbound = isinstance(step, Library) and step.node.mutates and not step.node.outputs
-    return () if unbound else _written(step)
+    return _written(step) if isinstance(step, Pointwise) or step.node.binds else ()
 
 
 def _names(step: Step) -> tuple[str, ...]:

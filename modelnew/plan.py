@@ -335,11 +335,8 @@ def _random_order(graph: Graph) -> dict[str, tuple[str, ...]]:
     return {after: (before,) for before, after in itertools.pairwise(names)}
 
 
-def _results(step: Step) -> set[str]:
-    names = set(step_writes(step))
-    if isinstance(step, Library):
-        names.add(step.node.result)
-    return names
+def _results(step: Step) -> tuple[str, ...]:
+    return step.node.names if isinstance(step, Library) else step_writes(step)
 
 
 def _ordered(graph: Graph, steps: Sequence[Step]) -> list[Step]:

@@ -6,7 +6,7 @@ import ast
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -221,6 +221,9 @@ def _imports(source: Constructor, with_kernels: bool) -> list[str]:
     return lines
 
 
+OPERATORS = (" + ", " - ", " * ")
+
+
 def fold(text: str) -> str:
     """Breaks code lines of over 100 columns after commas inside their outermost brackets.
 
@@ -237,10 +240,10 @@ def _folded(line: str) -> list[str]:
     if commas:
         # What follows stays inside the brackets, so it may itself be folded at any comma.
         cut = commas[-1] + 1
-        return [line[:cut], *_folded_rest(" " * (indent + 4) + line[cut:].strip())]
+        return [line[:cut], *_pieces(" " * (indent + 4) + line[cut:].strip(), _last_comma)]
     target, equals, value = line.partition(" = ")
     if equals and line.endswith(";"):
-        return [f"{target} =", *_folded_value(" " * (indent + 4) + value)]
+        return [f"{target} =", *_pieces(" " * (indent + 4) + value, _last_operator)]
     return [line]
 
 
@@ -254,27 +257,22 @@ def _depths(line: str) -> Iterator[tuple[int, int]]:
             yield column, depth
 
 
-def _folded_value(line: str) -> list[str]:
-    operators = [
-        at
-        for at, depth in _depths(line)
-        if not depth and line[at : at + 3] in (" + ", " - ", " * ")
-    ]
-    if len(line) <= WIDTH or not operators:
+def _pieces(line: str, last: Callable[[str], int]) -> list[str]:
+    """`line` cut at the last place that `last` allows, 0 for none, and so on."""
+    cut = last(line) if len(line) > WIDTH else 0
+    if not cut:
         return [line]
-    cut = operators[-1]
-    indent = len(line) - len(line.lstrip())
-    return [line[:cut], *_folded_value(" " * indent + line[cut + 1 :])]
+    indent = " " * (len(line) - len(line.lstrip()))
+    return [line[:cut], *_pieces(indent + line[cut + 1 :], last)]
 
 
-def _folded_rest(line: str) -> list[str]:
-    if len(line) <= WIDTH:
-        return [line]
-    cut = line.rfind(", ", 0, WIDTH)
-    if cut < 0:
-        return [line]
-    indent = len(line) - len(line.lstrip())
-    return [line[: cut + 1], *_folded_rest(" " * indent + line[cut + 2 :])]
+def _last_comma(line: str) -> int:
+    return line.rfind(", ", 0, WIDTH) + 1
+
+
+def _last_operator(line: str) -> int:
+    outside = (at for at, depth in _depths(line) if not depth)
+    return max((at for at in outside if line[at : at + 3] in OPERATORS), default=0)
 
 
 # --- header ---------------------------------------------------------------------------------

@@ -22,69 +22,54 @@ def with_statistics_apart(graph: Graph) -> Graph:
     tensors = dict(graph.tensors)
     nodes: list[Node] = []
     for node in graph.nodes:
-        if node.op == "aten.layer_norm.default" and _pays(graph, node):
-            parts = _parts(graph, node)
-            tensors.update((made.name, made) for part in parts for made in part.outputs)
-            nodes += parts
-        else:
-            nodes.append(node)
+        made = [node]
+        if node.op == "aten.layer_norm.default":
+            shape, row = graph.tensors[node.reads[0]].shape, node.value("normalized_shape")
+            assert isinstance(row, tuple)
+            outer = shape[: len(shape) - len(row)]
+            if _pays(math.prod(outer), math.prod(shape[len(outer) :])):
+                made = _parts(node, (*outer, *[1] * len(row)), tuple(range(-len(row), 0)))
+        tensors.update((tensor.name, tensor) for part in made for tensor in part.outputs)
+        nodes += made
     return replace(graph, tensors=tensors, nodes=tuple(nodes))
 
 
-def _pays(graph: Graph, node: Node) -> bool:
-    shape, row = graph.tensors[node.reads[0]].shape, node.value("normalized_shape")
-    assert isinstance(row, tuple)
-    length = math.prod(shape[len(shape) - len(row) :])
-    count = math.prod(shape[: len(shape) - len(row)])
-    return length * count >= WORTH and (length <= SHORT or count <= FEW)
+def _pays(rows: int, length: int) -> bool:
+    return rows * length >= WORTH and (length <= SHORT or rows <= FEW)
 
 
-def _parts(graph: Graph, node: Node) -> list[Node]:
-    """The same result in steps; the statistics are float32 whatever the dtype, as PyTorch's are."""
+def _parts(node: Node, shape: tuple[int, ...], dims: tuple[int, ...]) -> list[Node]:
+    """The same result in steps; the statistics, of `shape`, are float32 whatever the dtype."""
     name, (made,), x = node.result, node.outputs, node.reads[0]
-    row = node.value("normalized_shape")
-    assert isinstance(row, tuple)
-    rank, behind = len(made.shape), len(row)
-    shape = (*made.shape[: rank - behind], *[1] * behind)
-
-    def step(op: str, result: str, args: list[Argument], **more: object) -> Node:
-        found = Node(op, result, tuple(args), (), source=node.source)
-        return replace(found, **more)  # type: ignore[arg-type]
-
-    def item(index: int, result: str) -> Node:
-        args = [Argument("self", Ref(f"{name}_rows")), Argument("index", index)]
-        outputs = (Tensor(result, shape, "float32"),)
-        return step("python.getitem.int", result, args, outputs=outputs, views=(f"{name}_rows",))
-
-    single = Tensor(f"{name}_operand", made.shape, "float32")
-    dtype = Argument("dtype", Literal("torch.float32"))
-    dims = tuple(range(-behind, 0))
-    normalized = [
-        Argument("x", Ref(x)), Argument("mean", Ref(f"{name}_mean")),
-        Argument("var", Ref(f"{name}_var")),
+    single, both = Tensor(f"{name}_operand", made.shape, "float32"), f"{name}_rows"
+    statistics = [Tensor(f"{name}_{kind}", shape, "float32") for kind in ("var", "mean")]
+    converted = (
+        Argument("self", Ref(x)), Argument("dtype", Literal("torch.float32")),
+        Argument("non_blocking", False, default=True), Argument("copy", False, default=True),
+        Argument("memory_format", None, default=True, keyword=True),
+    )  # fmt: skip
+    reduced = (
+        Argument("self", Ref(single.name)), Argument("dim", dims),
+        Argument("correction", 0, keyword=True), Argument("keepdim", True, keyword=True),
+    )  # fmt: skip
+    normalized = (
+        Argument("x", Ref(x)),
+        *(Argument(kind, Ref(f"{name}_{kind}")) for kind in ("mean", "var")),
         *(replace(a, default=False) for a in node.args if a.name in ("weight", "bias", "eps")),
-    ]  # fmt: skip
-    return [
-        step(
-            "aten.to.dtype",
-            single.name,
-            [
-                Argument("self", Ref(x)), dtype, Argument("non_blocking", False, default=True),
-                Argument("copy", False, default=True),
-                Argument("memory_format", None, default=True, keyword=True),
-            ],
-            outputs=(single,),
-            views=(x,),
+    )
+    parts = [
+        Node("aten.to.dtype", single.name, converted, (single,), views=(x,)),
+        Node("aten.var_mean.correction", both, reduced, ()),
+        *(
+            Node(
+                "python.getitem.int",
+                tensor.name,
+                (Argument("self", Ref(both)), Argument("index", index)),
+                (tensor,),
+                views=(both,),
+            )
+            for index, tensor in enumerate(statistics)
         ),
-        step(
-            "aten.var_mean.correction",
-            f"{name}_rows",
-            [
-                Argument("self", Ref(single.name)), Argument("dim", dims),
-                Argument("correction", 0, keyword=True), Argument("keepdim", True, keyword=True),
-            ],
-        ),
-        item(0, f"{name}_var"),
-        item(1, f"{name}_mean"),
-        step("modelnew.normalized.default", name, normalized, outputs=node.outputs),
-    ]  # fmt: skip
+        Node("modelnew.normalized.default", name, normalized, node.outputs),
+    ]
+    return [replace(part, source=node.source) for part in parts]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from typing import Any
 
 
 def reference_text(forward: str, inputs: str, init: str = "", n: int = 64) -> str:
@@ -21,3 +22,10 @@ def reference_text(forward: str, inputs: str, init: str = "", n: int = 64) -> st
         "def get_init_inputs(): return []",
     ]
     return "\n".join(body) + "\n"
+
+
+def namespace(text: str) -> dict[str, Any]:
+    """The globals of a file, executed as a module of another name than a solution's."""
+    space: dict[str, Any] = {"__name__": "reference"}
+    exec(compile(text, "model.py", "exec"), space)
+    return space

@@ -74,9 +74,7 @@ def subject(tmp_path: Path) -> Callable[..., Subject]:
         after, lines = rewrite(graph)
         invariants.check_graph(after)
         invariants.check_plan(plan(after))
-        space: dict[str, Any] = {"__name__": "reference"}
-        exec(compile(path.read_text(), str(path), "exec"), space)
-        return Subject(space, graph, after, lines)
+        return Subject(references.namespace(path.read_text()), graph, after, lines)
 
     return make
 

@@ -178,8 +178,7 @@ def test_calls_give_what_the_model_gives(name: str, tmp_path: Path) -> None:
     path = tmp_path / "model.py"
     path.write_text(text)
     made = generate(path, {}, Options())
-    namespace: dict[str, Any] = {"__name__": "reference"}
-    exec(compile(text, "model.py", "exec"), namespace)
+    namespace = references.namespace(text)
     torch.manual_seed(0)
     model = namespace["Model"]()
 

@@ -61,8 +61,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
                 patched.setattr(layout, "LAUNCH_MS", 0.0)
                 patched.setattr(layout, "WORTH_MS", 0.0)
             _, plan = planned(path, {})
-        namespace: dict[str, Any] = {"__name__": "reference"}
-        exec(compile(text, "model.py", "exec"), namespace)
+        namespace = references.namespace(text)
         torch.manual_seed(0)
         return plan, namespace["Model"](), namespace["get_inputs"]()
 

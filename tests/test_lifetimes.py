@@ -91,12 +91,6 @@ def _peak(model: torch.nn.Module, inputs: list[torch.Tensor]) -> int:
     return seen.bytes
 
 
-def _namespace(text: str) -> dict[str, Any]:
-    space: dict[str, Any] = {}
-    exec(compile(text, "<model>", "exec"), space)
-    return space
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_memory(name: str, tmp_path: Path) -> None:
     forward, init, grows = MODELS[name]
@@ -104,12 +98,12 @@ def test_memory(name: str, tmp_path: Path) -> None:
     text = references.reference_text(body, "torch.randn(4, 8, n, 8)", init, n=16)
     path = tmp_path / "reference.py"
     path.write_text(text)
-    reference = _namespace(text)
+    reference = references.namespace(text)
     inputs = reference["get_inputs"]()
     solution = generate(path, {}, Options()).text
     keeping = re.sub(r"^ +del .*\n", "", solution, flags=re.MULTILINE)
     peak: Callable[[Any], int] = lambda model: _peak(model(), inputs)  # noqa: E731
-    theirs, ours = peak(reference["Model"]), peak(_namespace(solution)["ModelNew"])
+    theirs, ours = peak(reference["Model"]), peak(references.namespace(solution)["ModelNew"])
     assert ours <= 1.06 * theirs
-    assert (peak(_namespace(keeping)["ModelNew"]) > 1.3 * theirs) is grows
+    assert (peak(references.namespace(keeping)["ModelNew"]) > 1.3 * theirs) is grows
     assert ("del " in solution) is grows

@@ -86,8 +86,7 @@ def made(tmp_path: Path) -> Callable[..., Made]:
         path = tmp_path / "model.py"
         path.write_text(text)
         ref, plan = planned(path, {})
-        namespace: dict[str, Any] = {"__name__": "reference"}
-        exec(compile(text, "model.py", "exec"), namespace)
+        namespace = references.namespace(text)
         torch.manual_seed(0)
         return ref, plan, namespace["Model"](), namespace
 
@@ -195,8 +194,7 @@ def block(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config)
     assert {kernel.layout for kernel in plan.kernels} == {"", "contiguous", "channels_last"}
     solution = render(ref, plan)
     built = cpu.build([[solution]], Path(pytestconfig.cache.mkdir("cpu")))  # type: ignore[union-attr]
-    namespace: dict[str, Any] = {"__name__": "reference"}
-    exec(compile(text, "model.py", "exec"), namespace)
+    namespace = references.namespace(text)
     torch.manual_seed(0)
     model = namespace["Model"]()
     mine = cpu.load_on_cpu(solution, folder, built)["ModelNew"]()

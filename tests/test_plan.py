@@ -471,8 +471,7 @@ class Subject:
 
 def small(path: Path) -> dict[str, str]:
     """Small odd values, different ones, for the sizes among a file's constants."""
-    space: dict[str, Any] = {"__name__": "reference"}
-    exec(compile(path.read_text(), str(path), "exec"), space)
+    space = references.namespace(path.read_text())
     names = [name for name, value in space.items() if type(value) is int]
     return {name: str(2 * i + 3) for i, name in enumerate(names)}
 
@@ -482,8 +481,7 @@ def subject_of(path: Path, overrides: Mapping[str, str]) -> Subject:
     made = plan(graph)
     invariants.check_graph(graph)
     invariants.check_plan(made)
-    space: dict[str, Any] = {"__name__": "reference"}
-    exec(compile(path.read_text(), str(path), "exec"), space)
+    space = references.namespace(path.read_text())
     space.update({name: int(value) for name, value in overrides.items()})
     return Subject(
         made, graph, lambda: space["Model"](*space["get_init_inputs"]()), space["get_inputs"]
