@@ -40,7 +40,9 @@ def interpret(plan: Plan, model: torch.nn.Module, inputs: Mapping[str, Any]) -> 
                         told = CONTIGUOUS
                     values[name] = _laid(inside[name], told, like)
             case Library():
-                values[step.node.result] = _call(step.node, values, scope)
+                found = values[step.node.result] = _call(step.node, values, scope)
+                if len(step.node.outputs) > 1:
+                    values |= zip((t.name for t in step.node.outputs), found, strict=True)
     for text, ref in plan.graph.assigned:
         exec(f"{text} = value", {**scope, "value": values[ref.name]})
     return _output(plan.graph.output, values)
@@ -72,11 +74,20 @@ def _own(packet: str, x: torch.Tensor, *others: Any) -> Any:
     match packet:
         case "channel_bias":
             return x + others[0].view(-1, *[1] * (x.dim() - 2))
-        case "normalized":
+        case "group_statistics":
+            groups = others[0] if others else x.shape[1]
+            rows = x.reshape(x.shape[0], groups, -1)
+            shape = (x.shape[0], x.shape[1], *[1] * (x.dim() - 2))
+            found = torch.var_mean(rows, 2, correction=0)[::-1]
+            return [t.repeat_interleave(x.shape[1] // groups, 1).view(shape) for t in found]
+        case "row_statistics":
+            return torch.var_mean(x, [*range(-others[0], 0)], correction=0, keepdim=True)[::-1]
+        case _ if packet.endswith("_normalized"):
             mean, var, weight, bias, eps = others
+            behind = [1] * (0 if packet == "layer_normalized" else x.dim() - 2)
             made = (x - mean) * (var + eps).rsqrt()
-            made = made if weight is None else made * weight
-            return (made if bias is None else made + bias).to(x.dtype)
+            made = made if weight is None else made * weight.view(*weight.shape, *behind)
+            return made if bias is None else made + bias.view(*bias.shape, *behind)
         case "as_channels_last" | "as_contiguous":
             return x
     raise AssertionError(f"no operator {packet}")

@@ -25,7 +25,7 @@ def frees(graph: Graph, steps: Sequence[Step]) -> list[list[str]]:
     ending: dict[int, list[str]] = defaultdict(list)
     for root, at in last.items():
         ending[at].append(root)
-    made = [_made(graph, step, roots) for step in steps]
+    made = [_made(step, roots) for step in steps]
     sizes: dict[str, int] = defaultdict(int)
     for new in made:
         for name, size in new.items():
@@ -58,21 +58,16 @@ def _roots(graph: Graph, steps: Sequence[Step]) -> Mapping[str, str]:
     """The name whose memory each name stands for: a view's is its base's."""
     roots = {name: name for name in graph.bindings}
     for step in steps:
-        seen = _seen(graph, step)
+        seen = _seen(step)
         roots.update((name, roots[seen[0]] if seen else name) for name in _written(step))
     return roots
 
 
-def _seen(graph: Graph, step: Step) -> tuple[str, ...]:
+def _seen(step: Step) -> tuple[str, ...]:
     """What the results of a step are views of."""
-    if isinstance(step, Pointwise):
+    if isinstance(step, Pointwise) or step.node.packet in MAY_COPY:
         return ()
-    node = step.node
-    if node.op == "aten.to.dtype":  # x itself where it has that dtype
-        copies = node.outputs[0].dtype != graph.tensors[node.reads[0]].dtype
-    else:
-        copies = node.packet in MAY_COPY
-    return () if copies else (*node.mutates, *node.views)
+    return (*step.node.mutates, *step.node.views)
 
 
 def _written(step: Step) -> tuple[str, ...]:
@@ -89,10 +84,10 @@ def _names(step: Step) -> tuple[str, ...]:
     return (*step_reads(step), *like, *_written(step))
 
 
-def _made(graph: Graph, step: Step, roots: Mapping[str, str]) -> dict[str, int]:
+def _made(step: Step, roots: Mapping[str, str]) -> dict[str, int]:
     """Bytes of new memory by result; a list's are counted where its items are named."""
     writes = step.writes if isinstance(step, Pointwise) else step.node.outputs
-    seen = _seen(graph, step)
+    seen = _seen(step)
     item = isinstance(step, Library) and step.node.packet == "getitem"
     if seen and not (item and roots[seen[0]] == seen[0]):
         return {}

@@ -112,7 +112,7 @@ class _Grouping:
     ) -> None:
         self.graph = graph
         self.formats = formats
-        self.nodes = {node.result: node for node in graph.nodes}
+        self.nodes = {name: node for node in graph.nodes for name in node.names}
         self.order = {node.result: index for index, node in enumerate(graph.nodes)}
         self.fusable = {name for name, reason in reasons.items() if reason is None}
         self.results = set(graph.results)

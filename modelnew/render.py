@@ -16,7 +16,7 @@ import jinja2
 from modelnew import __version__, emit, tune
 from modelnew.files import ALGEBRA
 from modelnew.formula import WIDTH, formula, formula_text
-from modelnew.ir import Guard, Library, ModelNewError, Plan, Pointwise, Tensor
+from modelnew.ir import Guard, Library, ModelNewError, Node, Plan, Pointwise, Tensor
 from modelnew.ops import FLOATS
 from modelnew.reference import Reference
 from modelnew.source import Constructor, constructor
@@ -64,6 +64,7 @@ class File:
     functions: str
     checks: bool
     modes: bool
+    helpers: frozenset[str]
     model: str
 
 
@@ -102,6 +103,7 @@ def render(ref: Reference, plan: Plan, chosen: Options | None = None) -> str:
         functions=fold(f"    functions=[{names}],"),
         checks="_check(" in model,
         modes="_check_modes(" in model,
+        helpers=frozenset(re.findall(r"\b_\w+_statistics\b", model)),
         model=model,
     )
     text = _environment().get_template("solution.py.jinja").render(f=file)
@@ -309,9 +311,15 @@ def _plan_lines(plan: Plan) -> list[str]:
                 lines += [f"  kernel {step.name}: {made}"]
                 lines += [f"    {line}" for line in formula(step)]
             case Library():
-                name = step.node.op.removesuffix(".default")
+                name = _called(step.node)
                 lines.append(f"  PyTorch {name}: {_shapes(step.node.outputs)}".rstrip(": "))
     return lines
+
+
+def _called(node: Node) -> str:
+    """What a library call calls; our own operators are helpers in the file."""
+    own = node.op.startswith("modelnew.")
+    return f"_{node.packet}" if own else node.op.removesuffix(".default")
 
 
 def rows(plan: Plan) -> list[str]:
@@ -326,7 +334,7 @@ def rows(plan: Plan) -> list[str]:
                 )  # fmt: skip
             case Library():
                 table.append(
-                    ("PyTorch", step.node.op.removesuffix(".default"), _shapes(step.node.outputs),
+                    ("PyTorch", _called(step.node), _shapes(step.node.outputs),
                      "")
                 )  # fmt: skip
     widths = [max(len(row[column]) for row in table) for column in range(4)]

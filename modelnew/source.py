@@ -22,9 +22,10 @@ from modelnew.reference import MODULE, Reference, imports_well
 from modelnew.scope import Renamer, all_args, bound_names, global_names, identifiers, root_name
 
 # Globals that the rest of a solution file defines.
-RESERVED = frozenset(
-    {"_SHARED", "_CUDA", "_CPP", "_cuda", "_NoBackward", "_run", "_check", "_check_modes"}
-)
+RESERVED = frozenset([
+    "_SHARED", "_CUDA", "_CPP", "_cuda", "_NoBackward", "_run", "_check", "_check_modes",
+    "_group_statistics", "_row_statistics",
+])  # fmt: skip
 BY_NAME = frozenset({"globals", "eval", "exec", "__import__"})
 
 

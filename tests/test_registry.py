@@ -221,7 +221,10 @@ def built(row: Op, overload: str, schema: Any, values: Sequence[Any]) -> Case | 
 
 
 # Rows of operators that ATen does not have: steps of our own; see tests/test_modes.py.
-OWN = ("as_channels_last", "as_contiguous", "channel_bias", "normalized")
+OWN = (
+    "as_channels_last", "as_contiguous", "channel_bias", "group_normalized", "instance_normalized",
+    "layer_normalized",
+)  # fmt: skip
 ROWS = {name: row for name, row in ops.REGISTRY.items() if name not in OWN}
 CASES = {case.name: case for row in ROWS.values() for case in cases_of(row)}
 

@@ -13,6 +13,7 @@ import torch
 from references import reference_text
 from test_solutions import asked, compiled, needs_nvcc, ptx_faults, text_faults
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from modelnew import invariants, statistics
 from modelnew.interpret import interpret
@@ -26,32 +27,65 @@ from modelnew.trace import trace
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Each with the steps of its plan.
 REFERENCES: Mapping[str, tuple[str, list[str]]] = {
-    "rows": (
+    "layer": (
         reference_text(
             "def forward(self, x): return F.gelu(self.norm(x * 2)) * self.scale",
             "torch.randn(3, 5, n)",
             "self.norm, self.scale = nn.LayerNorm(n), 0.5",
             n=24,
         ),
-        ["mul", "to", "var_mean", "getitem", "getitem", "normalized_gelu_mul"],
+        ["mul", "row_statistics", "layer_normalized_gelu_mul"],
     ),
-    "several dimensions": (
+    "layer of several dimensions": (
         reference_text(
             "def forward(self, x, y):\n    z = self.norm(x.mT)\n    return z, torch.relu(z) + y",
             "torch.randn(3, 6, n, 4), torch.randn(3, 6, 4, n)",
             "self.norm = nn.LayerNorm([6, 4, n], bias=False)",
             n=10,
         ),
-        ["mT", "to", "var_mean", "getitem", "getitem", "normalized_relu_add"],
+        ["mT", "row_statistics", "layer_normalized_relu_add"],
     ),
-    "plain, of one tensor twice": (
+    "layer, plain, of one tensor twice": (
         reference_text(
             "def forward(self, x):\n    a = F.layer_norm(x, (n,))\n"
             "    return F.layer_norm(x, (4, n), eps=0.1) - a",
             "torch.randn(3, 4, n)",
             n=7,
         ),
-        [*["to", "var_mean", "getitem", "getitem"] * 2, "normalized_normalized_sub"],
+        ["row_statistics", "row_statistics", "layer_normalized_layer_normalized_sub"],
+    ),
+    "group": (
+        reference_text(
+            "def forward(self, x): return torch.tanh(self.norm(x)), F.group_norm(x, 3) * 2",
+            "torch.randn(3, 6, 2, 3, n)",
+            "self.norm = nn.GroupNorm(2, 6)",
+            n=5,
+        ),
+        ["group_statistics", "group_statistics", "group_normalized_tanh_group_normalized_mul"],
+    ),
+    "group of features": (
+        reference_text(
+            "def forward(self, x): return self.norm(x).relu()",
+            "torch.randn(7, n)",
+            "self.norm = nn.GroupNorm(3, n)",
+            n=24,
+        ),
+        ["group_statistics", "group_normalized_relu"],
+    ),
+    "instance": (
+        reference_text(
+            "def forward(self, x): return self.norm(x) / 3, F.instance_norm(x)",
+            "torch.randn(3, 4, 3, n)",
+            "self.norm = nn.InstanceNorm2d(4, affine=True, eps=0.1)",
+            n=5,
+        ),
+        ["group_statistics", "group_statistics", "instance_normalized_div_instance_normalized"],
+    ),
+    "instance, plain": (
+        reference_text(
+            "def forward(self, x): return F.instance_norm(x)", "torch.randn(3, 4, 3, 8)"
+        ),
+        ["group_statistics", "instance_normalized"],
     ),
 }
 
@@ -81,6 +115,7 @@ def subjects(
     made = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(statistics, "WORTH", 0)
+        patch.setattr(statistics, "SPATIAL", 0)
         for name, (text, _) in REFERENCES.items():
             path = folder / f"{name.replace(', ', '_').replace(' ', '_')}.py"
             path.write_text(text)
@@ -108,16 +143,23 @@ each = pytest.mark.parametrize("name", REFERENCES)
 def inputs_of(subject: Subject, dtype: torch.dtype) -> list[Tensor]:
     torch.manual_seed(1)
     given: list[Tensor] = subject.ref.namespace["get_inputs"]()
-    return [(x * 3 + 5).to(dtype) for x in given]
+    return [(x * 3 + 2).to(dtype) for x in given]
 
 
 @torch.no_grad()
 def judge(theirs: nn.Module, ours: nn.Module, inputs: list[Tensor]) -> None:
-    """Values as accurate as the reference's, in its layout and dtype."""
+    """Values as accurate as the reference's, in its layout on a GPU and its dtype."""
     wide = copy.deepcopy(theirs).double()(*(x.double() for x in inputs))
     own, found = theirs(*inputs), ours(*inputs)
+    if isinstance(getattr(theirs, "norm", None), nn.GroupNorm):  # that of the CPU keeps a layout
+        own = tree_map(Tensor.contiguous, own)
     verdict = compare(found, own, wide)
     assert verdict.ok, verdict.message
+
+
+def channels_last(x: Tensor) -> Tensor:
+    kinds = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return x.contiguous(memory_format=kinds.get(x.dim(), torch.contiguous_format))
 
 
 @each
@@ -128,8 +170,18 @@ def test_values(name: str, subjects: Mapping[str, Subject], dtype: torch.dtype) 
     inputs = inputs_of(subjects[name], dtype)
     judge(theirs, ours, inputs)
     judge(theirs, ours, [torch.cat([x, -x * 100]) for x in inputs])
-    judge(theirs, ours, [x[:0] for x in inputs])
+    if not name.startswith("instance"):  # PyTorch's own fails
+        judge(theirs, ours, [x[:0] for x in inputs])
     judge(theirs, ours, [torch.stack([x, x], -1)[..., 0] for x in inputs])
+    judge(theirs, ours, list(map(channels_last, inputs)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_other_channels(subjects: Mapping[str, Subject], dtype: torch.dtype) -> None:
+    """An instance_norm without parameters takes any number of them."""
+    theirs, ours = (model.to(dtype) for model in subjects["instance, plain"].models())
+    judge(theirs, ours, [torch.randn(3, 5, 6, 7).to(dtype)])
+    judge(theirs, ours, [torch.randn(2, 1, 1, 9).to(dtype)])
 
 
 @each
@@ -152,42 +204,52 @@ def test_steps(name: str, subjects: Mapping[str, Subject]) -> None:
 
 
 def test_eps_is_live(subjects: Mapping[str, Subject]) -> None:
-    theirs, ours = subjects["rows"].models()
+    theirs, ours = subjects["layer"].models()
     theirs.norm.eps = ours.norm.eps = 40.0  # type: ignore[union-attr]
-    judge(theirs, ours, inputs_of(subjects["rows"], torch.float32))
+    inputs = inputs_of(subjects["layer"], torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(*inputs), theirs(*inputs))
 
 
 def test_weights_of_another_dtype_are_refused(subjects: Mapping[str, Subject]) -> None:
     """PyTorch would give a half result, promotion a float32 one."""
-    _, ours = subjects["rows"].models()
+    _, ours = subjects["layer"].models()
     with torch.no_grad(), pytest.raises(RuntimeError, match="ModelNew takes norm_weight of Half"):
-        ours(*inputs_of(subjects["rows"], torch.float16))
+        ours(*inputs_of(subjects["layer"], torch.float16))
 
 
 @pytest.mark.parametrize(
-    ("shape", "row", "apart"),
+    ("call", "shape", "apart"),
     [
-        ((1 << 16, 64), "64", True),  # rows too short for a block of threads
-        ((1 << 16, 1024), "1024", False),
-        ((4, 1 << 20), "1 << 20", True),  # too few for the GPU
-        ((1 << 10, 64), "64", False),  # too small to gain
+        ("F.layer_norm(x, (64,))", "1 << 16, 64", True),  # rows too short for a block of threads
+        ("F.layer_norm(x, (1024,))", "1 << 16, 1024", False),
+        ("F.layer_norm(x, (1 << 20,))", "4, 1 << 20", True),  # too few for the GPU
+        ("F.layer_norm(x, (64,))", "1 << 10, 64", False),  # too small to gain
+        ("F.group_norm(x, 4)", "64, 16, 64, 64", True),
+        ("F.group_norm(x, 4)", "1 << 10, 1 << 12", False),  # statistics as large as x
+        ("F.instance_norm(x)", "64, 16, 64, 64", True),
+        ("F.instance_norm(x)", "4, 16, 64, 64", False),
+        # What a convolution rounds is as the reference has it.
+        ("F.conv2d(F.group_norm(x, 4).relu(), self.w)", "64, 16, 64, 64", False),
+        ("F.group_norm(F.conv2d(x, self.w), 4)", "64, 16, 64, 64", True),
     ],
 )
-def test_where_it_pays(shape: tuple[int, int], row: str, apart: bool, tmp_path: Path) -> None:
+def test_where_it_pays(call: str, shape: str, apart: bool, tmp_path: Path) -> None:
     path = tmp_path / "reference.py"
-    given = f"torch.randn({shape[0]}, {shape[1]})"
+    parameter = "self.w = nn.Parameter(torch.ones(16, 16, 1, 1))"
     path.write_text(
-        reference_text(f"def forward(self, x): return F.layer_norm(x, ({row},))", given)
+        reference_text(f"def forward(self, x): return {call}", f"torch.randn({shape})", parameter)
     )
     steps = plan(trace(load(path))).steps
-    assert (len(steps) > 1) is apart
+    found = {step.node.packet for step in steps if isinstance(step, Library)}
+    assert bool(found & {"row_statistics", "group_statistics"}) is apart
 
 
 @needs_nvcc
 def test_nvcc(subjects: Mapping[str, Subject], pytestconfig: pytest.Config) -> None:
     """Both parts of a file whose kernel reads float32 beside half types."""
     assert pytestconfig.cache is not None
-    subject = subjects["rows"]
+    subject = subjects["layer"]
     cuda = asked(render(subject.ref, subject.plan, Options()))["cuda_sources"]
     built = compiled(cuda, "90", "c++17", pytestconfig.cache.mkdir("nvcc"))
     assert built.problem == ""

@@ -13,10 +13,17 @@ def _batch_norm(values: Values, texts: Texts) -> str:
 
 
 def _normalized(values: Values, texts: Texts) -> str:
-    """layer_norm, as aten/src/ATen/native/cuda/layer_norm_kernel.cu, given a row's statistics."""
+    """layer_norm_kernel.cu and group_norm_kernel.cu of aten/src/ATen/native/cuda where the
+    statistics are known."""
     weight = " * weight" if "weight" in texts else ""
     bias = " + bias" if "bias" in texts else ""
     return f"(x - mean) * rsqrtf(var + eps){weight}{bias}"
+
+
+def _part(name: str, *, channel: tuple[str, ...] = (), same: tuple[str, ...] = ()) -> Op:
+    """What is left of a normalization; see modelnew/statistics.py."""
+    return Op(name, "x mean var weight bias eps", _normalized, channel=channel, same=same,
+              single=("mean", "var"), dense_result=True)  # fmt: skip
 
 
 def _uses_running_statistics(values: Values) -> bool:
@@ -32,8 +39,8 @@ ROWS = (
     # A value in another memory layout; see modelnew/layout.py.
     Op("as_contiguous", "x", "x"),
     Op("as_channels_last", "x", "x"),
-    # What is left of layer_norm; see modelnew/statistics.py.
-    Op("normalized", "x mean var weight bias eps", _normalized, single=("mean", "var"),
-       same=("weight", "bias"), dense_result=True),
+    _part("group_normalized", channel=("weight", "bias")),
+    _part("instance_normalized", channel=("weight", "bias")),
+    _part("layer_normalized", same=("weight", "bias")),
     Op("channel_bias", "x b", "x + b", channel=("b",), formula="x + b"),
 )  # fmt: skip
