@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
@@ -77,6 +78,9 @@ def test_a_model_that_joins_rows_is_not_sliced(
     assert not truth._separable(made, inputs, 12)
     made, inputs = subject(joined.replace("mean()", "mean(1, keepdim=True)"), pointwise(""))
     assert truth._separable(made, inputs, 12)
+    for value in (math.nan, math.inf):
+        inputs[0][1, 1] = value
+        assert truth._separable(made, inputs, 12)
     made, inputs = subject(LAYERS, LAYERS_NEW, train=False)
     assert truth._separable(made, inputs, 32)
     made, inputs = subject(LAYERS, LAYERS_NEW, train=True)
@@ -126,6 +130,21 @@ def test_a_verdict_that_is_wrong_by_little_is_appealed(
     assert not any(torch.equal(x, inputs[0]) for x in seen)
     assert torch.allclose(seen[0], inputs[0], rtol=2.0**-8)
     assert torch.equal(seen[0] == 0, inputs[0] == 0)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_what_circumstances_do_not_change_is_judged_as_a_plain_call(
+    subject: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, same: bool
+) -> None:
+    made, inputs = subject(POINTWISE, pointwise("y = y * 1.00001"))
+    own, true = truth.reference_runs(made, inputs)
+    found = truth.forward(made, made.solution, inputs)["output"]
+    monkeypatch.setattr(truth, "APPEAL", math.inf)
+    monkeypatch.setattr(truth, "judge", lambda *_: gate.Verdict(True))
+    assert truth.judge_output(made, inputs, found if same else found + 1, own, true).ok is same
+    with monkeypatch.context() as patch:
+        patch.setattr(truth, "APPEAL", 1.0)
+        assert not truth.judge_output(made, inputs, found, own, true).ok, "wrong by much"
 
 
 @pytest.mark.parametrize("layout", ["expand", "transpose", "slice"])

@@ -30,7 +30,7 @@ from modelnew.measure.subject import (
     forward,
     refusal,
 )
-from modelnew.measure.truth import judge, own_run, reference_runs, upcast
+from modelnew.measure.truth import judge, judge_output, own_run, reference_runs, upcast
 
 DELAY_CYCLES = 50_000_000  # about 30 ms of an otherwise idle stream
 REPEATS = 3
@@ -162,8 +162,7 @@ def other_stream(subject: Subject, inputs: Any) -> Verdict:
             target.copy_(source)
         output = subject.solution(*late)
     stream.synchronize()
-    found = {"output": output}
-    verdict = compare(found, {"output": own["output"]}, {"output": truth["output"]})
+    verdict = judge_output(subject, inputs, output, own, truth)
     check_device(subject.device)
     return verdict
 
@@ -194,7 +193,7 @@ def graph(subject: Subject, inputs: Any, changed: Any) -> Verdict:
         target.copy_(source)
     replay.replay()
     torch.cuda.synchronize(subject.device)
-    return compare({"output": output}, {"output": own["output"]}, {"output": truth["output"]})
+    return judge_output(subject, changed, output, own, truth)
 
 
 def other_gpu(subject: Subject, inputs: Any) -> Verdict:

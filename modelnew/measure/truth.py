@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from modelnew.measure.child import Json, describe
 from modelnew.measure.gate import Verdict, compare, pooled, worst
 from modelnew.measure.load import lacks_memory
-from modelnew.measure.nested import map_tensors, tensors, twin
+from modelnew.measure.nested import map_tensors, same_bits, tensors, twin
 from modelnew.measure.subject import (
     DeviceLost,
     ReferenceLost,
@@ -51,6 +51,20 @@ def judge(subject: Subject, inputs: Any) -> Verdict:
         with _shaken_parameters(subject):
             verdicts.append(_judged(subject, map_tensors(_shaken, inputs)))
     return pooled(verdicts)
+
+
+def judge_output(subject: Subject, inputs: Any, output: Any, own: Json, truth: Json) -> Verdict:
+    """Compares what a call in special circumstances returned.
+
+    Where a plain call gives the same bits, the circumstances changed nothing: that one is judged,
+    and may be appealed.
+    """
+    verdict = compare({"output": output}, {"output": own["output"]}, {"output": truth["output"]})
+    if verdict.ok or not 1 < verdict.ratio < APPEAL:
+        return verdict
+    plain = tensors(forward(subject, subject.solution, map_tensors(twin, inputs))["output"])
+    same = all(same_bits(a, b) for a, b in zip(plain, tensors(output), strict=True))
+    return judge(subject, inputs) if same else verdict
 
 
 @contextmanager
@@ -231,8 +245,9 @@ def _separable(subject: Subject, inputs: Any, rows: int) -> bool:
         for part in _slices(probe, 2):
             halves = tensors(_truth_run(subject, part(few))["output"])
             for a, b in zip(halves, map(part, whole), strict=True):
+                near = SEPARABLE * float(b.nan_to_num(0.0, 0.0, 0.0).abs().max())
                 if a.shape != b.shape or not torch.allclose(
-                    a, b, rtol=SEPARABLE, atol=SEPARABLE * float(b.abs().max()), equal_nan=True
+                    a, b, rtol=SEPARABLE, atol=near, equal_nan=True
                 ):
                     return False
     except Exception as error:
