@@ -447,6 +447,13 @@ def test_a_browser_draws_the_charts_sorts_and_filters(page: str, tmp_path: Path)
     assert opened == [re.search(r'href="#([^"]+)"', rows[0])[1]]  # type: ignore[index]
 
 
+def test_coverage_says_of_how_many_tasks_a_speed_is() -> None:
+    summary = results(*map(verify, "ab"), bench("a"), bench("b", more={"compile": 1.5}))
+    eager, compiled = report.coverage_table(summary.tasks).splitlines()[2].split(" | ")[8:10]
+    assert " of " not in eager
+    assert compiled.endswith(" of 1")
+
+
 def test_memory_is_that_of_right_tasks_beside_eager() -> None:
     peaks = {"solution": 3 * 10**6, "eager": 10**6}
     rows = [bench("a"), bench("b", peak_bytes=peaks), bench("c", peak_bytes={"solution": 4})]

@@ -499,10 +499,16 @@ def coverage_table(found: Sequence[Task]) -> str:
         ]  # fmt: skip
         body.append(
             [folder, *map(str, numbers), f"{sum(judged)} of {len(judged)}" if judged else MISSING,
-             *(times_text(results.geomean(name)) for name in ("eager", "compile")),
+             *(_speed_of_right(results, name) for name in ("eager", "compile")),
              share_text(results.memory)]
         )  # fmt: skip
     return _table(head, body)
+
+
+def _speed_of_right(results: Summary, baseline: str) -> str:
+    """The mean speed-up, with how many right tasks have one where not all do."""
+    text, measured = times_text(results.geomean(baseline)), len(results.speedups(baseline))
+    return f"{text} of {measured}" if 0 < measured < len(results.right) else text
 
 
 def _task_table(results: Summary) -> str:
