@@ -56,7 +56,7 @@ def _call(node: Node, values: Mapping[str, Any], scope: Mapping[str, Any]) -> An
     if node.op == "python.getitem.int":
         base, index = (_value(argument.value, values, scope) for argument in node.args)
         return operator.getitem(base, index)
-    if node.op.startswith("modelnew."):
+    if node.own:
         return _own(node.packet, *(_value(argument.value, values, scope) for argument in node.args))
     given = [argument for argument in node.args if not argument.default or not argument.keyword]
     args = [_value(a.value, values, scope) for a in given if not a.keyword]

@@ -6,7 +6,7 @@ A failure here is a bug of modelnew, so it is an AssertionError and not a messag
 from __future__ import annotations
 
 from modelnew import ops
-from modelnew.ir import Graph, Library, Plan, Pointwise, step_reads, step_writes
+from modelnew.ir import Graph, Plan, Pointwise, step_reads, step_writes
 
 
 def check_graph(graph: Graph) -> None:
@@ -41,7 +41,7 @@ def check_plan(plan: Plan) -> None:
         _require(not missing, f"a step reads {missing} before they are made")
         if isinstance(step, Pointwise):
             _check_pointwise(step)
-        defined.update(step.node.names if isinstance(step, Library) else step_writes(step))
+        defined.update(step_writes(step))
     _require(set(plan.graph.results) <= defined, "the result is never made")
     if plan.other is not None:
         check_plan(plan.other)

@@ -114,6 +114,11 @@ class Node:
         return tuple(dict.fromkeys([self.result, *(tensor.name for tensor in self.outputs)]))
 
     @property
+    def own(self) -> bool:
+        """Whether ATen lacks the operator: a row of ours, or a helper in the file."""
+        return self.op.startswith("modelnew.")
+
+    @property
     def binds(self) -> bool:
         """Whether its line in forward binds `result`; what is written in place has a name."""
         return bool(self.outputs) or not self.mutates
@@ -294,7 +299,7 @@ def step_writes(step: Step) -> tuple[str, ...]:
         case Pointwise():
             return tuple(tensor.name for tensor in step.writes)
         case Library():
-            return tuple(tensor.name for tensor in step.node.outputs)
+            return step.node.names
 
 
 class ModelNewError(Exception):

@@ -31,7 +31,7 @@ def call_line(node: Node, graph: Graph, fronts: Fronts) -> str:
     args, by_name = _split(node)
     texts = [python_text(value, graph.bindings) for value in args]
     named = {name: python_text(value, graph.bindings) for name, value in by_name.items()}
-    if node.op.startswith("modelnew."):  # a helper in the file
+    if node.own:  # a helper in the file
         found = ", ".join(tensor.name for tensor in node.outputs)
         return f"{found} = _{node.packet}({', '.join(texts)})"
     if (spelled := _spelled(node, graph, texts, named)) is not None:

@@ -59,7 +59,7 @@ def _roots(graph: Graph, steps: Sequence[Step]) -> Mapping[str, str]:
     roots = {name: name for name in graph.bindings}
     for step in steps:
         seen = _seen(step)
-        roots.update((name, roots[seen[0]] if seen else name) for name in _written(step))
+        roots.update((name, roots[seen[0]] if seen else name) for name in step_writes(step))
     return roots
 
 
@@ -70,18 +70,14 @@ def _seen(step: Step) -> tuple[str, ...]:
     return (*step.node.mutates, *step.node.views)
 
 
-def _written(step: Step) -> tuple[str, ...]:
-    return step.node.names if isinstance(step, Library) else step_writes(step)
-
-
 def _bound(step: Step) -> tuple[str, ...]:
     """The names that the step's line of Python binds."""
-    return _written(step) if isinstance(step, Pointwise) or step.node.binds else ()
+    return step_writes(step) if isinstance(step, Pointwise) or step.node.binds else ()
 
 
 def _names(step: Step) -> tuple[str, ...]:
     like = tuple(t.name for t in step.like) if isinstance(step, Pointwise) else ()
-    return (*step_reads(step), *like, *_written(step))
+    return (*step_reads(step), *like, *step_writes(step))
 
 
 def _made(step: Step, roots: Mapping[str, str]) -> dict[str, int]:

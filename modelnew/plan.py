@@ -335,10 +335,6 @@ def _random_order(graph: Graph) -> dict[str, tuple[str, ...]]:
     return {after: (before,) for before, after in itertools.pairwise(names)}
 
 
-def _results(step: Step) -> tuple[str, ...]:
-    return step.node.names if isinstance(step, Library) else step_writes(step)
-
-
 def _ordered(graph: Graph, steps: Sequence[Step]) -> list[Step]:
     """A running order that keeps library calls as the reference has them, each kernel as early
     as its operands allow; what writes in place keeps its place among everything else."""
@@ -359,7 +355,7 @@ def _ordered(graph: Graph, steps: Sequence[Step]) -> list[Step]:
     # Each step waits for the steps that make what it reads; of those that wait for nothing any
     # more, the one that the reference has first runs first.
     steps = sorted(steps, key=position)
-    maker = {name: index for index, step in enumerate(steps) for name in _results(step)}
+    maker = {name: index for index, step in enumerate(steps) for name in step_writes(step)}
     waits = [{maker[name] for name in waits_for(step) if name in maker} for step in steps]
     followers: list[list[int]] = [[] for _ in steps]
     for index, before in enumerate(waits):

@@ -318,8 +318,7 @@ def _plan_lines(plan: Plan) -> list[str]:
 
 def _called(node: Node) -> str:
     """What a library call calls; our own operators are helpers in the file."""
-    own = node.op.startswith("modelnew.")
-    return f"_{node.packet}" if own else node.op.removesuffix(".default")
+    return f"_{node.packet}" if node.own else node.op.removesuffix(".default")
 
 
 def rows(plan: Plan) -> list[str]:
@@ -333,10 +332,7 @@ def rows(plan: Plan) -> list[str]:
                      _amount(step.bytes))
                 )  # fmt: skip
             case Library():
-                table.append(
-                    ("PyTorch", _called(step.node), _shapes(step.node.outputs),
-                     "")
-                )  # fmt: skip
+                table.append(("PyTorch", _called(step.node), _shapes(step.node.outputs), ""))
     widths = [max(len(row[column]) for row in table) for column in range(4)]
     return ["  " + "  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) for r in table]
 

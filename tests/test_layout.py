@@ -34,6 +34,7 @@ from modelnew.interpret import interpret
 from modelnew.ir import Plan, Pointwise
 from modelnew.measure.gate import compare
 from modelnew.measure.nested import map_tensors, tensors
+from modelnew.measure.variants import channels_last
 from modelnew.plan import plan
 from modelnew.reference import Reference, load
 from modelnew.render import Options, render
@@ -181,13 +182,6 @@ def subjects(collection: Collection) -> Mapping[str, Subject]:
 
 def contiguous(x: Tensor) -> Tensor:
     return x.contiguous()
-
-
-def channels_last(x: Tensor) -> Tensor:
-    if x.dim() < 4:
-        return x
-    kind = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
-    return x.contiguous(memory_format=kind)
 
 
 def misaligned(x: Tensor) -> Tensor:

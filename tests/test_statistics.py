@@ -19,6 +19,7 @@ from modelnew import invariants, statistics
 from modelnew.interpret import interpret
 from modelnew.ir import Library, Plan
 from modelnew.measure.gate import compare
+from modelnew.measure.variants import channels_last
 from modelnew.plan import plan
 from modelnew.reference import Reference, load
 from modelnew.render import Options, render
@@ -155,11 +156,6 @@ def judge(theirs: nn.Module, ours: nn.Module, inputs: list[Tensor]) -> None:
         own = tree_map(Tensor.contiguous, own)
     verdict = compare(found, own, wide)
     assert verdict.ok, verdict.message
-
-
-def channels_last(x: Tensor) -> Tensor:
-    kinds = {4: torch.channels_last, 5: torch.channels_last_3d}
-    return x.contiguous(memory_format=kinds.get(x.dim(), torch.contiguous_format))
 
 
 @each

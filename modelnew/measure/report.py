@@ -272,14 +272,12 @@ class Summary:
 
     def geomean(self, baseline: str) -> float | None:
         """The geometric mean of the speed-ups, None where there is none."""
-        values = [speedup for speedup, _ in self.speedups(baseline)]
-        return statistics.geometric_mean(values) if values else None
+        return _geomean([speedup for speedup, _ in self.speedups(baseline)])
 
     @cached_property
     def memory(self) -> float | None:
         """The geometric mean of what right tasks take of eager's memory."""
-        values = [task.memory for task in self.right if task.memory is not None]
-        return statistics.geometric_mean(values) if values else None
+        return _geomean([task.memory for task in self.right if task.memory is not None])
 
     @cached_property
     def slower(self) -> list[tuple[float, Task]]:
@@ -322,6 +320,10 @@ def _ceilings(rows: Iterable[Json]) -> list[str]:
         f"{name} {statistics.median(values):,.0f} {'GB/s' if 'copy' in name else 'TFLOP/s'}"
         for name, values in found.items()
     ]
+
+
+def _geomean(values: Sequence[float]) -> float | None:
+    return statistics.geometric_mean(values) if values else None
 
 
 def _numbers(values: object) -> dict[str, float]:
