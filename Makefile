@@ -14,7 +14,7 @@ DEVICE_HEADERS = $(sort $(shell grep -rL --include='*.cuh' '{[{%]' templates/dev
 
 .DEFAULT_GOAL := all
 .DELETE_ON_ERROR:
-.PHONY: all test check verify bench lint format clean help environment
+.PHONY: all test check verify bench accuracy lint format clean help environment
 
 ifeq ($(strip $(PYTHON)),)
 override PYTHON := $(VENV)/bin/python
@@ -45,6 +45,9 @@ verify: environment ## run every solution against its reference (needs a GPU)
 bench: environment ## time every solution, into benchmarks/reference_models.json (needs a GPU)
 	mkdir -p benchmarks
 	$(PYTHON) generate.py bench $(MODELS) -o $(SOLUTIONS) --json benchmarks/reference_models.json
+
+accuracy: environment ## measure every operator's error, into benchmarks/accuracy.* (needs a GPU)
+	$(PYTHON) tests/accuracy.py --json benchmarks/accuracy.json
 
 lint: environment ## ruff, mypy and clang-format, changing nothing
 	$(PYTHON) -m ruff check $(SOURCES)

@@ -13,17 +13,27 @@ from dataclasses import replace
 
 from modelnew import ops
 from modelnew.ir import Arg, Argument, Graph, Node, Ref
+from modelnew.joins import with_joins_late, with_own_parts
 from modelnew.layout import CONVOLUTIONS
 from modelnew.names import renamed, with_results
+from modelnew.places import with_places
+from modelnew.views import with_views_early
 
 # Calls that return their operand, or a copy nobody can tell from it unless one is written to.
-ALIASES = ("detach", "detach_", "alias", "lift_fresh", "lift_fresh_copy")
+ALIASES = ("detach", "detach_", "alias", "positive", "lift_fresh", "lift_fresh_copy")
 
 # Operators that ATen knows by two names.
 SYNONYMS = {
     "multiply": "mul", "subtract": "sub", "divide": "div", "true_divide": "div", "absolute": "abs",
     "negative": "neg", "clip": "clamp", "greater": "gt", "greater_equal": "ge", "less": "lt",
-    "less_equal": "le", "not_equal": "ne", "special_expit": "sigmoid", "special_erf": "erf",
+    "less_equal": "le", "not_equal": "ne", "arccos": "acos", "arccosh": "acosh", "arcsin": "asin",
+    "arcsinh": "asinh", "arctan": "atan", "arctanh": "atanh", "arctan2": "atan2", "fix": "trunc",
+    "special_digamma": "digamma", "special_erf": "erf", "special_erfc": "erfc",
+    "special_erfinv": "erfinv", "special_exp2": "exp2", "special_expit": "sigmoid",
+    "special_expm1": "expm1", "special_gammaln": "lgamma", "special_i0": "i0",
+    "special_log1p": "log1p", "special_logit": "logit", "special_polygamma": "polygamma",
+    "special_psi": "digamma", "special_sinc": "sinc", "__and__": "bitwise_and",
+    "__or__": "bitwise_or", "__xor__": "bitwise_xor",
 }  # fmt: skip
 
 # Calls that return their operand when they are not in training.
@@ -45,10 +55,16 @@ EXTREMES = {"aten.max.dim": "aten.amax.default", "aten.min.dim": "aten.amin.defa
 STATEFUL = ("batch_norm", "instance_norm")
 
 
-def canonical(graph: Graph) -> Graph:
-    """`graph` in one form; its meaning, results and state are the same."""
-    graph = _with_numbers(_functional(_without_aliases(graph)))
-    return with_bias_apart(_counting_at_once(_without_places(_without_dead(graph))))
+def canonical(graph: Graph, by_place: bool = True) -> Graph:
+    """`graph` in one form; its meaning, results and state are the same.
+
+    With `by_place` what depends on where an element is may be a kernel's step.
+    """
+    graph = _without_dead(_with_numbers(_functional(_without_aliases(graph))))
+    graph = with_places(graph) if by_place else graph
+    graph = _without_dead(with_joins_late(with_views_early(graph)))
+    graph = with_own_parts(with_views_early(graph))
+    return with_bias_apart(_counting_at_once(_without_places(graph)))
 
 
 def _without_aliases(graph: Graph) -> Graph:
@@ -72,7 +88,7 @@ def _without_aliases(graph: Graph) -> Graph:
 def _under_one_name(node: Node) -> Node:
     """The operator under the name that its row has: aten.multiply is aten.mul."""
     namespace, packet, overload = node.op.split(".")
-    plain = packet.removesuffix("_")
+    plain = packet if packet in SYNONYMS else packet.removesuffix("_")
     known = SYNONYMS.get(plain)
     if overload == "other" and plain in ("min", "max"):
         known, overload = f"{plain}imum", "default"

@@ -1,306 +1,97 @@
-"""Turns a Plan into the contexts of the templates: names, C expressions, signatures, calls."""
+"""Turns a Plan into the contexts of the templates: names, C expressions, layouts."""
 
 from __future__ import annotations
 
 import keyword
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from textwrap import wrap
+from dataclasses import dataclass, field, replace
 
-from modelnew import ops
-from modelnew.formula import WIDTH, formula
-from modelnew.ir import (
-    DTYPE_BYTES,
-    Arg,
-    Library,
-    Live,
-    Output,
-    Plan,
-    Pointwise,
-    Ref,
-    Tensor,
+from modelnew import ops, tune
+from modelnew.contexts import (
+    C_TYPES,
+    HALF_TYPE,
+    MASK_READ,
+    MASK_TYPE,
+    TOLD,
+    Join,
+    Kernel,
+    Module,
+    Operand,
+    Scalar,
+    Statement,
 )
-from modelnew.layout import AT_TRACED_SIZES, CHANNELS_LAST
-from modelnew.library import Fronts, call_line
-from modelnew.lifetimes import frees
-from modelnew.shortcuts import with_shortcuts
-
-C_TYPES: Mapping[str, str] = {
-    "bool": "bool", "uint8": "uint8_t", "int8": "int8_t", "int16": "int16_t", "int32": "int32_t",
-    "int64": "int64_t", "float32": "float",
-}  # fmt: skip
-AT_TYPES: Mapping[str, str] = {
-    "bool": "at::kBool", "uint8": "at::kByte", "int8": "at::kChar", "int16": "at::kShort",
-    "int32": "at::kInt", "int64": "at::kLong", "float32": "at::kFloat",
-}  # fmt: skip
-
-# The type parameter of masks that take part in arithmetic, and what reads them as floats.
-MASK_TYPE, MASK_READ = "M", "number"
-
-# The parameter of a wrapper that says whether its results are to lie in channels_last.
-TOLD = "channels_last"
+from modelnew.formula import formula
+from modelnew.ir import Arg, Joined, Live, Node, Plan, Pointwise, Ref, Tensor
+from modelnew.joins import join_dim
+from modelnew.layout import CHANNELS_LAST
+from modelnew.moves import Mapped, Move, moves
 
 # Names that the kernel templates use, and C++ words that are legal Python names.
 RESERVED = frozenset([
-    "T", "M", "kVec", "ops", "begin", "end", "i", "v", "offset", "next", "left", "stream",
-    "alike", "channels_last", "dtype", "format", "guard", "iter", "launch", "like", "mask_type",
-    "number", "out", "promoted", "unify", "auto", "bool", "case", "catch", "char", "class",
+    "H", "T", "M", "kVec", "ops", "begin", "end", "i", "v", "offset", "next", "left", "stream",
+    "alike", "channels_last", "dtype", "format", "guard", "half_type", "iter", "launch", "like",
+    "mask_type", "number", "one_type", "out", "promoted", "unify", "auto", "bool", "case", "catch",
+    "char", "class",
     "const", "constexpr", "default", "delete", "do", "double", "enum", "explicit", "extern",
     "float", "friend", "goto", "inline", "int", "long", "mutable", "namespace", "new", "operator",
     "private", "protected", "public", "register", "short", "signed", "sizeof", "static", "struct",
     "switch", "template", "this", "throw", "typedef", "typename", "union", "unsigned", "using",
     "virtual", "void", "volatile", "xor",
+    # Of moved elements, their rules among them.
+    "maps", "along", "coordinate", "map_of", "moved_like", "unmoved", "inside", "is_inside",
+    "load_moved",
+    "flipped", "rolled", "padded", "padding", "reflected", "clamped", "wrapped",
 ])  # fmt: skip
+# What the templates put behind an operand's name for what they make of it.
+SUFFIXES = ("", "_like", "_pack", "_dtype")
 # Further ones of those that go by tiles.
 TILED = ("tiles", "extent", "cell", "locate", "load", "load_staged", "stage", "cell_at", "pack_at")
+# Further ones of those that write a concatenation.
+JOINED = ("empty_joined", "places", "places_in")
 
 
-@dataclass(frozen=True)
-class Dtype:
-    """A dtype that the file is generated for; `vec` elements of it are one vector access."""
-
-    name: str
-    ctype: str
-    code: str
-    at_type: str
-    vec: int
+def module(plan: Plan) -> Module:
+    """What the file of `plan` compiles."""
+    steps = [step for made in plan.modes for step in made.steps]
+    called = frozenset(step.name for step in steps if isinstance(step, Pointwise))
+    joins = {step.name: step for step in steps if isinstance(step, Joined)}
+    return Module(tuple(map(kernel, plan.kernels)), called, tuple(map(join, joins.values())))
 
 
-def dtype(name: str, vec_bytes: int) -> Dtype:
-    ctype, code, at_type = _DTYPES[name]
-    return Dtype(name, ctype, code, at_type, vec_bytes // DTYPE_BYTES[name])
+@dataclass
+class _Scope:
+    """The C names of one host function: of its numbers, by their Python text, and its values."""
+
+    names: _Names
+    live: dict[str, str]
+    values: dict[str, str]
 
 
-_DTYPES: Mapping[str, tuple[str, str, str]] = {
-    "float32": ("float", "kFloat32", "at::kFloat"),
-    "float16": ("__half", "kFloat16", "at::kHalf"),
-    "bfloat16": ("__nv_bfloat16", "kBfloat16", "at::kBFloat16"),
-}
-
-
-@dataclass(frozen=True)
-class Operand:
-    """One tensor of a kernel, and the C text that moves it."""
-
-    index: int
-    value: str
-    ctype: str
-    output: bool
-    dtype: str
-    leaves: str = ""
-    layout: str = ""
-    staged: bool = False
-    behind: int = 0
-
-    @property
-    def is_number(self) -> bool:
-        """Whether it is a mask that takes part in arithmetic; see _numbers."""
-        return self.ctype == MASK_TYPE
-
-    @property
-    def tile_load(self) -> str:
-        """The device function that reads it in a kernel that goes by tiles."""
-        return "load_staged" if self.staged else "load"
-
-    @property
-    def is_bool(self) -> bool:
-        return self.dtype == "bool"
-
-    @property
-    def at_type(self) -> str:
-        return "at::kBool" if self.is_bool else "dtype"
-
-    @property
-    def pack(self) -> str:
-        return f"{self.value}_pack"
-
-    @property
-    def value_type(self) -> str:
-        return "bool" if self.is_bool and not self.is_number else "float"
-
-    @property
-    def read(self) -> str:
-        element = f"{self.pack}.at[v]"
-        if self.is_number:
-            return f"{MASK_READ}({element})"
-        if self.is_bool:
-            return element
-        return f"to_float({element})" if self.ctype == "T" else f"static_cast<float>({element})"
-
-    @property
-    def write(self) -> str:
-        if self.is_bool:
-            return f"{self.pack}.at[v] = {self.value};"
-        return f"store({self.pack}.at[v], {self.value});"
-
-
-@dataclass(frozen=True)
-class Statement:
-    ctype: str
-    name: str
-    expr: str
-
-
-@dataclass(frozen=True)
-class Scalar:
-    """A live number: its name in C and the Python text that reads it."""
-
-    name: str
-    text: str
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """The context of pointwise.cu.jinja and pointwise.cpp.jinja."""
-
-    name: str
-    formula: tuple[str, ...]
-    outputs: tuple[Operand, ...]
-    inputs: tuple[Operand, ...]
-    scalars: tuple[Scalar, ...]
-    statements: tuple[Statement, ...]
-    calls: tuple[str, ...]
-    layout_lines: tuple[str, ...]
-    format: str = ""
-    like: tuple[str, ...] = ()
-    dense: bool = False
-    same: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def operands(self) -> tuple[Operand, ...]:
-        return self.outputs + self.inputs
-
-    @property
-    def count(self) -> int:
-        return len(self.operands)
-
-    @property
-    def float_parameters(self) -> str:
-        return "".join(f", float {s.name}" for s in self.scalars)
-
-    @property
-    def launch_signature(self) -> str:
-        floats = self.float_parameters
-        start = f"cudaError_t {self.name}_launch("
-        items = f"const Operands& ops{floats}, cudaStream_t stream)"
-        return start + items if len(start + items) <= WIDTH - 2 else f"{start}\n    {items}"
-
-    @property
-    def run_arguments(self) -> str:
-        return ", ".join([str(self.count), "stream", *(s.name for s in self.scalars)])
-
-    @property
-    def tiled(self) -> bool:
-        """Whether it also has a kernel that goes by tiles."""
-        return any(o.staged for o in self.inputs)
-
-    @property
-    def run_tiled_arguments(self) -> str:
-        staged = "".join("01"[o.staged] for o in reversed(self.operands))
-        roles = f"Roles{{{len(self.outputs)}, {self.count}, 0b{staged}}}"
-        return ", ".join(["ops", roles, "stream", *(s.name for s in self.scalars)])
-
-    @property
-    def more_like(self) -> tuple[str, ...]:
-        """Tensors that the kernel does not read, for the layout of its results alone."""
-        read = {o.value for o in self.inputs}
-        return tuple(name for name in self.like if name not in read)
-
-    @property
-    def is_copy(self) -> bool:
-        """Whether it does nothing but change the layout of its one operand."""
-        return (
-            bool(self.format)
-            and len(self.inputs) == len(self.statements) == 1
-            and (self.statements[0].expr == self.inputs[0].value)
-        )
-
-    def allocate(self, output: Operand) -> str:
-        """C++ that makes a result."""
-        made_for = f"{output.layout}, {output.at_type}"
-        device = f"{self.first_input}.device()"
-        if self.format:
-            return f"empty_in(format, {made_for}, {device})"
-        return f"empty_as({made_for}, {device})"
-
-    @property
-    def return_type(self) -> str:
-        if len(self.outputs) == 1:
-            return "at::Tensor"
-        return f"std::tuple<{', '.join(['at::Tensor'] * len(self.outputs))}>"
-
-    @property
-    def forward_signature(self) -> str:
-        tensors = [f"at::Tensor {o.value}" for o in self.inputs]
-        tensors += [f"const at::Tensor& {name}" for name in self.more_like]
-        tensors += [f"bool {TOLD}"] if self.format.startswith(TOLD) else []
-        parameters = ", ".join([*tensors, *(f"double {s.name}" for s in self.scalars)])
-        return f"{self.return_type} {self.name}_forward({parameters})"
-
-    @property
-    def numbers(self) -> tuple[Operand, ...]:
-        return tuple(o for o in self.inputs if o.is_number)
-
-    def types(self, ctype: str) -> tuple[tuple[str, str], ...]:
-        """The type arguments for the storage type `ctype`, each with its condition in C."""
-        if not self.numbers:
-            return (("", ctype),)
-        is_bool = f"ops.bytes[{self.numbers[0].index}] == 1"
-        return ((is_bool, f"{ctype}, bool"), ("", f"{ctype}, {ctype}"))
-
-    @property
-    def unify_arguments(self) -> str:
-        entries = []
-        for o in self.inputs:
-            fixed = "" if o.ctype == "T" else f", {AT_TYPES[o.dtype]}"
-            fixed = ", mask_type" if o.is_number else fixed
-            entries.append(f'{{"{o.value}", {o.value}{fixed}}}')
-        return ", ".join(entries)
-
-    @property
-    def launch_arguments(self) -> str:
-        return ", ".join(["ops", *(s.name for s in self.scalars), "stream"])
-
-    @property
-    def promoted(self) -> tuple[Operand, ...]:
-        """The results whose dtype may be another than that which all inputs promote to."""
-        return tuple(o for o in self.outputs if not o.is_bool) if len(self.outputs) > 1 else ()
-
-    @property
-    def returned(self) -> str:
-        """The results, each in the dtype that its own operands promote to."""
-        own = self.promoted
-        results = [f"{o.value}.to({o.value}_dtype)" if o in own else o.value for o in self.outputs]
-        return results[0] if len(results) == 1 else f"{{{', '.join(results)}}}"
-
-    @property
-    def channel_inputs(self) -> tuple[Operand, ...]:
-        return tuple(o for o in self.inputs if o.behind)
-
-    @property
-    def first_input(self) -> str:
-        return next((o.value for o in self.inputs if not o.behind), self.inputs[0].value)
-
-    @property
-    def input_list(self) -> str:
-        return ", ".join(o.value for o in self.inputs)
-
-    @property
-    def output_list(self) -> str:
-        return ", ".join(o.value for o in self.outputs)
-
-
-# --- kernels --------------------------------------------------------------------------------
-
-
-def kernel(step: Pointwise) -> Kernel:
-    """The template context of one Pointwise region."""
-    names = _Names(TILED if step.layout else ())
+def _scope(step: Pointwise | Joined, reserved: Iterable[str]) -> _Scope:
+    names = _Names(reserved)
     live = {s.text: names.fresh(_scalar_name(s.text)) for s in step.scalars}
     values = {access.tensor.name: names.fresh(access.tensor.name) for access in step.reads}
+    return _Scope(names, live, values)
+
+
+def join(step: Joined) -> Join:
+    """The template context of one concatenation."""
+    scope = _scope(step, JOINED)
+    value = scope.names.fresh(step.node.result)
+    parts = tuple(kernel(part, scope) for part in step.parts)
+    outputs = {o.value: o for part in parts for o in part.outputs}
+    places = tuple(outputs[scope.values[name]] for name in step.node.reads)
+    return Join(step.name, value, join_dim(step.node), parts, places)
+
+
+def kernel(step: Pointwise, scope: _Scope | None = None) -> Kernel:
+    """The template context of one Pointwise region; `scope` is that of what it is a part of."""
+    scope = scope or _scope(step, TILED if step.layout or step.across else ())
+    names, live, values = scope.names, scope.live, scope.values
     calls: dict[str, None] = {}
     statements, dense = [], False
+    maps = _maps(step, values, names)
     for node in step.body.statements:
         op = ops.find(node)
         assert op is not None
@@ -310,14 +101,18 @@ def kernel(step: Pointwise) -> Kernel:
             if value is not None and not isinstance(value, str)
         }
         values[node.result] = names.fresh(node.result)
+        placed = _placed(node, values[node.result], maps, names)
+        for where in placed:
+            texts[f"at_{-where.move.dim}"] = where.coordinate
+            texts[f"map_{-where.move.dim}"] = where.map
         expr = op.text(node, texts)
         ctype = "bool" if op.result == "bool" else "float"
-        statements.append(Statement(ctype, values[node.result], expr))
+        statements.append(Statement(ctype, values[node.result], expr, placed))
         calls.update((call, None) for call in re.findall(r"(\w+)\(", expr))
         dense = dense or op.dense_result
     lines, layout_of = _layouts(step, values)
     single = {name for node in step.body.statements for name in ops.operands(node, "single")}
-    staged, numbers = _staged(step, single), _numbers(step)
+    staged, numbers, halves = _staged(step, single), _numbers(step), _halves(step, single)
     if numbers:
         calls[MASK_READ] = None
     outputs = tuple(
@@ -334,6 +129,8 @@ def kernel(step: Pointwise) -> Kernel:
             staged=access.tensor.name in staged,
             number=access.tensor.name in numbers,
             single=single,
+            half=access.tensor.name in halves,
+            maps=maps.of_reads.get(access.tensor.name, ()),
         )
         for i, access in enumerate(step.reads)
     )
@@ -341,7 +138,7 @@ def kernel(step: Pointwise) -> Kernel:
     like = tuple(values.get(t.name) or names.fresh(t.name) for t in step.like)
     return Kernel(
         step.name, formula(step), outputs, inputs, scalars, tuple(statements), tuple(calls), lines,
-        _format(step, like), like, dense, _same(step, values),
+        _format(step, like), like, dense, _same(step, values), tune.packs(step),
     )  # fmt: skip
 
 
@@ -373,14 +170,18 @@ def _layouts(step: Pointwise, values: Mapping[str, str]) -> tuple[tuple[str, ...
         shaped = {t.name: _inputs_of(step, t.name) for t in step.writes}
         texts = {name: ", ".join(values[t.name] for t in used) for name, used in shaped.items()}
         return (), {name: f"{{{text}}}" for name, text in texts.items()}
-    carried = {access.tensor.name: values[access.tensor.name] for access in step.reads}
+    carried = {
+        access.tensor.name: values[access.tensor.name] + ("_like" if access.node else "")
+        for access in step.reads
+    }
     inputs = set(carried)
     lines = []
     for node in step.body.statements:
         op = ops.find(node)
         assert op is not None
         operands = list(dict.fromkeys(node.reads))
-        if len(operands) == 1 and operands[0] not in inputs and not op.dense_result:
+        fixed = op.dense_result or op.placed
+        if len(operands) == 1 and operands[0] not in inputs and not fixed:
             carried[node.result] = carried[operands[0]]  # one dense operand: its strides
             continue
         name = f"{values[node.result]}_like"
@@ -398,10 +199,14 @@ class _Names:
         self.taken = {*RESERVED, *more}
 
     def fresh(self, name: str) -> str:
-        while name in self.taken or keyword.iskeyword(name):
+        while keyword.iskeyword(name) or not self.taken.isdisjoint(_with_suffixes(name)):
             name += "_"
-        self.taken.add(name)
+        self.taken.update(_with_suffixes(name))
         return name
+
+
+def _with_suffixes(name: str) -> list[str]:
+    return [name + suffix for suffix in SUFFIXES]
 
 
 def _scalar_name(text: str) -> str:
@@ -412,24 +217,85 @@ def _scalar_name(text: str) -> str:
 def _operand(
     index: int, tensor: Tensor, values: Mapping[str, str], leaves: str = "", layout: str = "",
     output: bool = False, staged: bool = False, behind: int = 0, number: bool = False,
-    single: Collection[str] = (),
+    single: Collection[str] = (), half: bool = False, maps: tuple[Mapped, ...] = (),
 ) -> Operand:  # fmt: skip
     ctype = "T" if _follows(tensor, single) else C_TYPES[tensor.dtype]
-    ctype = MASK_TYPE if number else ctype
+    ctype = MASK_TYPE if number else HALF_TYPE if half else ctype
     return Operand(
-        index, values[tensor.name], ctype, output, tensor.dtype, leaves, layout, staged, behind
+        index,
+        values[tensor.name],
+        ctype,
+        output,
+        tensor.dtype,
+        leaves,
+        layout,
+        staged,
+        behind,
+        maps,
+    )
+
+
+@dataclass
+class _Maps:
+    """The maps of a kernel as they are numbered: by operand, those of its moved elements."""
+
+    index: int
+    number: int = 0
+    of_reads: dict[str, tuple[Mapped, ...]] = field(default_factory=dict)
+
+    def add(self, move: Move, value: str, names: _Names) -> Mapped:
+        dim = f"dim_{move.dim}" if move.dim >= 0 else str(-move.dim)
+        name = names.fresh(f"{value}_along_{dim}")
+        made = Mapped(move, self.number, self.index, name, f"{value}_like")
+        self.index, self.number = self.index + 1, self.number + bool(move.rule)
+        return made
+
+    def again(self, mapped: Mapped, like: str) -> Mapped:
+        """A map of its own for coordinates that are there already."""
+        self.number += 1
+        return replace(mapped, number=self.number - 1, like=like)
+
+
+def _maps(step: Pointwise, values: Mapping[str, str], names: _Names) -> _Maps:
+    """The maps of what a kernel reads; coordinates are operands behind those in memory."""
+    maps = _Maps(len(step.writes) + len(step.reads))
+    for access in step.reads:
+        given = moves(access.node) if access.node else ()
+        value = values[access.tensor.name]
+        maps.of_reads[access.tensor.name] = tuple(maps.add(m, value, names) for m in given)
+    return maps
+
+
+def _placed(node: Node, value: str, maps: _Maps, names: _Names) -> tuple[Mapped, ...]:
+    """The coordinates that a step needs; those of what has been padded are those of the result."""
+    op = ops.find(node)
+    given = op.placed(op.values(node)) if op and op.placed else ()
+    known = {m.move.dim: m for m in maps.of_reads.get(node.reads[0], ())}
+    shared = node.packet == "padded" and all(move.dim in known for move in given)
+    return tuple(
+        maps.again(known[move.dim], f"{value}_like") if shared else maps.add(move, value, names)
+        for move in given
     )
 
 
 def _staged(step: Pointwise, single: Collection[str]) -> tuple[str, ...]:
     """The inputs that the kernel which goes by tiles may stage, those as large as the results.
 
-    Their packs have 16 bytes at most. Shared memory holds six tiles of a half type, so code for
-    more would only cost registers.
+    They are all such inputs where the region is told a layout, else those that lie across. Packs
+    have 16 bytes at most. Shared memory holds six tiles of a half type, so code for more would only
+    cost registers.
     """
     whole = [a.tensor for a in step.reads if a.tensor.shape == step.writes[0].shape]
     moved = [t.name for t in whole if _follows(t, single) or t.dtype == "bool"]
-    return tuple(moved[:6]) if step.layout else ()
+    return tuple(name for name in moved if step.layout or name in step.across)[:6]
+
+
+def _halves(step: Pointwise, single: Collection[str]) -> frozenset[str]:
+    """The inputs of one half type beside float32 ones; to convert one would be a pass over it."""
+    floats = [a.tensor for a in step.reads if _follows(a.tensor, single)]
+    half = next((t.dtype for t in floats if t.dtype != "float32"), None)
+    mixed = any(t.dtype == "float32" for t in floats)
+    return frozenset(t.name for t in floats if mixed and t.dtype == half)
 
 
 def _numbers(step: Pointwise) -> frozenset[str]:
@@ -486,53 +352,3 @@ def _c_text(value: Arg, values: Mapping[str, str], live: Mapping[str, str]) -> s
         case int() | float():
             return ops.float_literal(float(value))
     return ""
-
-
-# --- the model ------------------------------------------------------------------------------
-
-
-def forward_lines(plan: Plan, kernels: Sequence[Kernel]) -> list[str]:
-    """The body of forward in the plan's mode: one line a step."""
-    bindings = dict(plan.graph.bindings)
-    by_name = {kernel.name: kernel for kernel in kernels}
-    fronts: Fronts = {}
-    lines = [f"{AT_TRACED_SIZES} = {plan.condition}"] if plan.condition else []
-    told = AT_TRACED_SIZES if plan.condition else "True"
-    for step, unused in zip(plan.steps, frees(plan.graph, plan.steps), strict=True):
-        lines += [f"del {names.strip(', ')}" for names in wrap(", ".join(unused), WIDTH - 12)]
-        match step:
-            case Pointwise():
-                lines.append(_kernel_call(step, by_name[step.name], bindings, told))
-            case Library():
-                lines.append(call_line(step.node, plan.graph, fronts))
-    for text, ref in plan.graph.assigned:
-        lines.append(f"{text} = {_result_text(ref, bindings)}")
-    lines.append(f"return {_result_text(plan.graph.output, bindings)}")
-    return with_shortcuts(lines, bindings.values())
-
-
-def _kernel_call(step: Pointwise, k: Kernel, bindings: Mapping[str, str], told: str) -> str:
-    read = [access.tensor.name for access in step.reads]
-    more = [tensor.name for tensor in step.like if tensor.name not in read]
-    tensors = [bindings.get(name, name) for name in (*read, *more)]
-    tensors += [told] if step.layout == CHANNELS_LAST else []
-    numbers = [scalar.text for scalar in step.scalars]
-    args = ", ".join([f"_cuda.{k.name}_forward", *tensors, *numbers])
-    return f"{', '.join(step.body.results)} = _run({args})"
-
-
-def _result_text(output: Ref | Output | None, bindings: Mapping[str, str]) -> str:
-    if output is None:
-        return "None"
-    if isinstance(output, Ref):
-        return bindings.get(output.name, output.name)
-    items = [_result_text(item, bindings) for item in output.items]
-    match output.kind:
-        case "dict":
-            pairs = zip(output.keys, items, strict=True)
-            return "{" + ", ".join(f"{key!r}: {item}" for key, item in pairs) + "}"
-        case "list":
-            return "[" + ", ".join(items) + "]"
-        case kind if kind != "tuple":
-            return f"{kind}(({', '.join(items)},))"
-    return "(" + ", ".join(items) + ("," if len(items) == 1 else "") + ")"

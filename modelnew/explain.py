@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from modelnew import render, tune
 from modelnew.formula import formula
-from modelnew.ir import Guard, Library, Plan, Pointwise
+from modelnew.ir import Guard, Joined, Library, Plan, Pointwise, kernels_of
 from modelnew.reference import Reference
 
 
@@ -32,8 +32,9 @@ def _steps(plan: Plan) -> list[str]:
     uses: dict[str, list[Pointwise]] = {}
     for step in plan.steps:
         match step:
-            case Pointwise():
-                uses.setdefault(step.name, []).append(step)
+            case Pointwise() | Joined():
+                for kernel in kernels_of(step):
+                    uses.setdefault(kernel.name, []).append(kernel)
             case Library():
                 where = step.node.source.text if step.node.source else ""
                 calls.setdefault((step.node.op, step.why), []).append(where)
@@ -54,13 +55,14 @@ def _counted(places: list[str]) -> list[tuple[str, int]]:
 
 def _kernel(step: Pointwise, count: int) -> list[str]:
     """What a kernel computes, for the first of the steps that it does."""
-    launch = tune.pointwise(step, tune.TARGETS["h200"])
+    launch, packs = tune.pointwise(tune.TARGETS["h200"]), tune.packs(step)
     reads = ", ".join(f"{a.tensor.name} {a.tensor.dtype}{list(a.tensor.shape)}" for a in step.reads)
+    amount = "one pack" if packs == 1 else f"{packs} packs"
     lines = [
         f"  kernel {step.name}" + (f", {count} times; the first:" if count > 1 else ""),
         *(f"    {line}" for line in formula(step)),
         f"    reads {reads}",
-        f"    one pack of {launch.vec_bytes} bytes a thread, {launch.threads} threads a block; "
+        f"    {amount} of {launch.vec_bytes} bytes a thread, {launch.threads} threads a block; "
         "single elements where a layout forbids packs",
     ]
     if step.layout:
@@ -73,7 +75,7 @@ def _kernel(step: Pointwise, count: int) -> list[str]:
 def _held(plan: Plan) -> list[str]:
     """What the file checks at run time because the graph depends on it."""
     graph = plan.graph
-    kernels = (step for step in plan.steps if isinstance(step, Pointwise))
+    kernels = (kernel for step in plan.steps for kernel in kernels_of(step))
     live = sorted({s.text for step in kernels for s in step.scalars})
     lines = [f"  live: {', '.join(live)}"] if live else []
     for label, guards in (("constructor", graph.arguments), ("forward", graph.pins)):

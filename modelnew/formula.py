@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from modelnew import ops
-from modelnew.ir import Arg, Live, Node, Pointwise, Ref
+from modelnew.ir import Arg, Joined, Live, Node, Pointwise, Ref
+from modelnew.joins import join_dim
 
 WIDTH = 100
 DEPTH = 9  # deeper, a formula names the kernel's own intermediate values
@@ -48,9 +49,16 @@ def _shown(value: Arg) -> str:
     return str(value)
 
 
-def formula_text(step: Pointwise) -> str:
-    """The formulas on one line, cut where a table would overflow."""
-    text = "; ".join(" ".join(line.split()) for line in formula(step))
+def joined_formula(step: Joined) -> tuple[str, ...]:
+    """The formulas of the parts of a concatenation, and the order in which they lie."""
+    parts = ", ".join(step.node.reads)
+    whole = f"{step.node.result} = {parts} along dimension {join_dim(step.node)}"
+    return (*(line for part in step.parts for line in formula(part)), whole)
+
+
+def shortened(lines: Sequence[str]) -> str:
+    """Formulas on one line, cut where a table would overflow."""
+    text = "; ".join(" ".join(line.split()) for line in lines)
     return text if len(text) <= 60 else text[:57] + "..."
 
 

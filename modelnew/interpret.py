@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch._prims_common import suggest_memory_format
 
-from modelnew.ir import Arg, Library, Literal, Live, Node, Output, Plan, Pointwise, Ref
+from modelnew.ir import Arg, Joined, Library, Literal, Live, Node, Output, Plan, Pointwise, Ref
 from modelnew.layout import AT_TRACED_SIZES, CHANNELS_LAST, CONTIGUOUS
+from modelnew.moves import padding
 
 
 def interpret(plan: Plan, model: torch.nn.Module, inputs: Mapping[str, Any]) -> Any:
@@ -30,17 +31,14 @@ def interpret(plan: Plan, model: torch.nn.Module, inputs: Mapping[str, Any]) -> 
     for step in plan.steps:
         match step:
             case Pointwise():
-                inside = {a.tensor.name: values[a.tensor.name] for a in step.reads}
-                for node in step.body.statements:
-                    inside[node.result] = _call(node, inside, scope)
-                like = [values[tensor.name] for tensor in step.like]
-                for name in step.body.results:
-                    told = step.layout
-                    if told == CHANNELS_LAST and not scope[AT_TRACED_SIZES]:
-                        told = CONTIGUOUS
-                    values[name] = _laid(inside[name], told, like)
+                values |= _results(step, values, scope)
+            case Joined():
+                made = dict(values)
+                for part in step.parts:
+                    made |= _results(part, values, scope)
+                values[step.node.result] = call(step.node, made, scope)
             case Library():
-                found = values[step.node.result] = _call(step.node, values, scope)
+                found = values[step.node.result] = call(step.node, values, scope)
                 if len(step.node.outputs) > 1:
                     values |= zip((t.name for t in step.node.outputs), found, strict=True)
     for text, ref in plan.graph.assigned:
@@ -48,11 +46,26 @@ def interpret(plan: Plan, model: torch.nn.Module, inputs: Mapping[str, Any]) -> 
     return _output(plan.graph.output, values)
 
 
+def _results(step: Pointwise, values: Mapping[str, Any], scope: Mapping[str, Any]) -> Any:
+    """What a kernel makes, by name."""
+    inside = {
+        a.tensor.name: call(a.node, values, scope) if a.node else values[a.base] for a in step.reads
+    }
+    for node in step.body.statements:
+        inside[node.result] = call(node, inside, scope)
+    like = [values[tensor.name] for tensor in step.like]
+    told = step.layout
+    if told == CHANNELS_LAST and not scope[AT_TRACED_SIZES]:
+        told = CONTIGUOUS
+    return {name: _laid(inside[name], told, like) for name in step.body.results}
+
+
 def _read(text: str, scope: Mapping[str, Any]) -> Any:
     return eval(text, dict(scope))  # the text is the plan's own, made by `trace`
 
 
-def _call(node: Node, values: Mapping[str, Any], scope: Mapping[str, Any]) -> Any:
+def call(node: Node, values: Mapping[str, Any], scope: Mapping[str, Any]) -> Any:
+    """The result of a node, whose texts are read in `scope`."""
     if node.op == "python.getitem.int":
         base, index = (_value(argument.value, values, scope) for argument in node.args)
         return operator.getitem(base, index)
@@ -61,12 +74,12 @@ def _call(node: Node, values: Mapping[str, Any], scope: Mapping[str, Any]) -> An
     given = [argument for argument in node.args if not argument.default or not argument.keyword]
     args = [_value(a.value, values, scope) for a in given if not a.keyword]
     kwargs = {a.name: _value(a.value, values, scope) for a in given if a.keyword}
-    namespace, packet, overload = node.op.split(".")
-    call = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
-    for index, spec in enumerate(call._schema.arguments[: len(args)]):
+    namespace, packet, name = node.op.split(".")
+    overload = getattr(getattr(getattr(torch.ops, namespace), packet), name)
+    for index, spec in enumerate(overload._schema.arguments[: len(args)]):
         if str(spec.type) == "Tensor" and not isinstance(args[index], torch.Tensor):
             args[index] = torch.tensor(args[index])  # a constant, which a kernel takes as a number
-    return call(*args, **kwargs)
+    return overload(*args, **kwargs)
 
 
 def _own(packet: str, x: torch.Tensor, *others: Any) -> Any:
@@ -88,6 +101,21 @@ def _own(packet: str, x: torch.Tensor, *others: Any) -> Any:
             made = (x - mean) * (var + eps).rsqrt()
             made = made if weight is None else made * weight.view(*weight.shape, *behind)
             return made if bias is None else made + bias.view(*bias.shape, *behind)
+        case "lower_triangle" | "upper_triangle":
+            return (torch.tril if packet == "lower_triangle" else torch.triu)(x, others[0])
+        case "padding":
+            return torch.nn.functional.pad(x, others[0])
+        case "padded":
+            inside = [slice(None)] * x.dim()
+            for move in padding(tuple(others[0])):
+                inside[move.dim] = slice(move.first, x.shape[move.dim] - move.grown + move.first)
+            made = torch.full_like(x, others[1])
+            made[tuple(inside)] = x[tuple(inside)]
+            return made
+        case "part":
+            dim, like, at = others
+            sizes = [t.shape[dim] for t in like]
+            return x if x.shape[dim] == 1 else x.narrow(dim, sum(sizes[:at]), sizes[at])
         case "as_channels_last" | "as_contiguous":
             return x
     raise AssertionError(f"no operator {packet}")

@@ -6,7 +6,7 @@ A failure here is a bug of modelnew, so it is an AssertionError and not a messag
 from __future__ import annotations
 
 from modelnew import ops
-from modelnew.ir import Graph, Plan, Pointwise, step_reads, step_writes
+from modelnew.ir import Graph, Joined, Plan, Pointwise, kernels_of, step_reads, step_writes
 
 
 def check_graph(graph: Graph) -> None:
@@ -32,15 +32,18 @@ def check_plan(plan: Plan) -> None:
     """The steps run in order, each kernel is well formed, and what is returned is made."""
     defined = set(plan.graph.bindings)
     forms: dict[str, object] = {}
-    for kernel in (step for step in plan.steps if isinstance(step, Pointwise)):
+    for kernel in (kernel for step in plan.steps for kernel in kernels_of(step)):
         ops_of = [node.op for node in kernel.body.statements]
         form = (ops_of, len(kernel.reads), len(kernel.scalars))
         _require(forms.setdefault(kernel.name, form) == form, "two kernels have one name")
     for step in plan.steps:
         missing = [name for name in step_reads(step) if name not in defined]
         _require(not missing, f"a step reads {missing} before they are made")
-        if isinstance(step, Pointwise):
-            _check_pointwise(step)
+        for kernel in kernels_of(step):
+            _check_pointwise(kernel)
+        if isinstance(step, Joined):
+            made = [name for part in step.parts for name in part.body.results]
+            _require(sorted(made) == sorted(step.node.reads), f"{step.name} has other parts")
         defined.update(step_writes(step))
     _require(set(plan.graph.results) <= defined, "the result is never made")
     if plan.other is not None:

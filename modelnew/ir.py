@@ -179,7 +179,8 @@ class Graph:
     it, `numbers` the values of constants without dimensions. `assigned` are the tensors that
     forward leaves in attributes, by the text of the attribute. `pins` are the sizes that the graph
     depends on, `arguments` the constructor arguments. `training` is the mode it was traced in where
-    the other mode has another graph, which is `other` then. `algebra` says what was rewritten.
+    the other mode has another graph, which is `other` then. `algebra` says what was rewritten,
+    `strides` how those inputs lie that are not contiguous.
     """
 
     tensors: Mapping[str, Tensor]
@@ -194,6 +195,7 @@ class Graph:
     frozen: tuple[str, ...] = ()
     numbers: Mapping[str, Arg] = field(default_factory=dict)
     assigned: tuple[tuple[str, Ref], ...] = ()
+    strides: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     algebra: tuple[str, ...] = ()
 
     @property
@@ -208,10 +210,18 @@ class Access:
     """A read of a tensor by a region, in the region's iteration space (broadcast by shape).
 
     `behind` dimensions of size 1 follow the tensor's own: two for one value a channel of an image.
+    Where there is a `node`, which only moves elements, the tensor is its result and is read from
+    its operand.
     """
 
     tensor: Tensor
     behind: int = 0
+    node: Node | None = None
+
+    @property
+    def base(self) -> str:
+        """The name of what is read in memory."""
+        return self.node.reads[0] if self.node else self.tensor.name
 
 
 @dataclass(frozen=True)
@@ -228,7 +238,8 @@ class Pointwise:
 
     Results are laid out as the reference's own operators would, from the operands' strides, unless
     `layout` names one: "channels_last", or "contiguous", which is channels_last all the same where
-    one of the tensors `like` is.
+    one of the tensors `like` is. `across` names the reads that are dense along another dimension
+    than the results.
     """
 
     name: str
@@ -238,11 +249,35 @@ class Pointwise:
     writes: tuple[Tensor, ...]
     layout: str = ""
     like: tuple[Tensor, ...] = ()
+    across: tuple[str, ...] = ()
 
     @property
     def bytes(self) -> int:
         """Traffic when each operand is read and each result written once, in bytes."""
         return sum(a.tensor.bytes for a in self.reads) + sum(t.bytes for t in self.writes)
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Kernels that write next to each other into one tensor: the result of `node`, a concatenation
+    of what they make."""
+
+    name: str
+    node: Node
+    parts: tuple[Pointwise, ...]
+
+    @property
+    def reads(self) -> tuple[Access, ...]:
+        """What the parts read, each once."""
+        return tuple({a.tensor.name: a for part in self.parts for a in part.reads}.values())
+
+    @property
+    def scalars(self) -> tuple[Live, ...]:
+        return tuple({s.text: s for part in self.parts for s in part.scalars}.values())
+
+    @property
+    def bytes(self) -> int:
+        return sum(part.bytes for part in self.parts)
 
 
 @dataclass(frozen=True)
@@ -253,7 +288,7 @@ class Library:
     why: str
 
 
-Step: TypeAlias = Pointwise | Library
+Step: TypeAlias = Pointwise | Joined | Library
 
 
 @dataclass(frozen=True)
@@ -276,8 +311,10 @@ class Plan:
     @property
     def kernels(self) -> tuple[Pointwise, ...]:
         """The kernels of both modes, one that both have once."""
-        steps = (step for plan in self.modes for step in plan.steps)
-        return tuple({s.name: s for s in steps if isinstance(s, Pointwise)}.values())
+        steps = (
+            kernel for plan in self.modes for step in plan.steps for kernel in kernels_of(step)
+        )
+        return tuple({step.name: step for step in steps}.values())
 
     @property
     def bytes(self) -> int:
@@ -286,10 +323,20 @@ class Plan:
         return sum(self.graph.tensors[name].bytes for name in names)
 
 
-def step_reads(step: Step) -> tuple[str, ...]:
+def kernels_of(step: Step) -> tuple[Pointwise, ...]:
     match step:
         case Pointwise():
-            return tuple(access.tensor.name for access in step.reads)
+            return (step,)
+        case Joined():
+            return step.parts
+        case Library():
+            return ()
+
+
+def step_reads(step: Step) -> tuple[str, ...]:
+    match step:
+        case Pointwise() | Joined():
+            return tuple(dict.fromkeys(access.base for access in step.reads))
         case Library():
             return step.node.reads
 
@@ -298,7 +345,7 @@ def step_writes(step: Step) -> tuple[str, ...]:
     match step:
         case Pointwise():
             return tuple(tensor.name for tensor in step.writes)
-        case Library():
+        case Joined() | Library():
             return step.node.names
 
 

@@ -65,7 +65,7 @@ def _roots(graph: Graph, steps: Sequence[Step]) -> Mapping[str, str]:
 
 def _seen(step: Step) -> tuple[str, ...]:
     """What the results of a step are views of."""
-    if isinstance(step, Pointwise) or step.node.packet in MAY_COPY:
+    if not isinstance(step, Library) or step.node.packet in MAY_COPY:
         return ()
     return (*step.node.mutates, *step.node.views)
 

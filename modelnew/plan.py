@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,9 +19,10 @@ from modelnew import ops
 from modelnew.canonical import canonical, with_bias_apart
 from modelnew.ir import (
     Access,
-    Arg,
+    Argument,
     Body,
     Graph,
+    Joined,
     Library,
     Live,
     Node,
@@ -30,11 +30,18 @@ from modelnew.ir import (
     Pointwise,
     Ref,
     Step,
+    Tensor,
     step_reads,
     step_writes,
 )
+from modelnew.joins import parts_of
 from modelnew.layout import Layouts, choose
+from modelnew.moves import COPIES, Move, moves
+from modelnew.names import renamed
+from modelnew.naming import named
 from modelnew.statistics import with_statistics_apart
+from modelnew.strides import Strides
+from modelnew.views import ITEM, RESHAPING, is_view
 
 # A kernel's operands travel as kernel parameters, of which every GPU gives at least 4 KB: 8
 # dimensions of 8 bytes, a pointer and an element size are 76 bytes an operand.
@@ -48,24 +55,41 @@ def plan(graph: Graph) -> Plan:
     """
     names: dict[Any, str] = {}
     made = _plan(graph)
-    made = replace(made, steps=_named(made.steps, names))
+    made = replace(made, steps=named(made.steps, names))
     if graph.other is None:
         return made
     other = _plan(graph.other)
-    return replace(made, other=replace(other, steps=_named(other.steps, names)))
+    return replace(made, other=replace(other, steps=named(other.steps, names)))
 
 
 def _plan(graph: Graph) -> Plan:
-    graph = canonical(graph)
+    traced, graph = graph, canonical(graph)
     layouts = choose(graph, _reasons(graph))
+    if layouts.formats and any(map(_is_placed, graph.nodes)):
+        graph = canonical(traced, by_place=False)  # tiles do not know where an element is
+        layouts = choose(graph, _reasons(graph))
     graph = with_bias_apart(with_statistics_apart(layouts.graph))
     reasons = _reasons(graph)
-    regions = _Grouping(graph, reasons, layouts.formats).regions()
-    steps: list[Step] = [_pointwise(graph, region, layouts) for region in regions]
+    grouping = _Grouping(graph, reasons, layouts.formats)
+    kernels = [_pointwise(graph, region, layouts) for region in grouping.regions()]
+    kernels = list(map(grouping.placed, kernels))
+    joins, joined = _joins(graph, kernels, grouping)
+    steps: list[Step] = [*joins.values(), *(k for k in kernels if k not in joined)]
     for node in graph.nodes:
-        if (why := reasons[node.result]) is not None:
-            steps.append(Library(node, why))
+        if (why := reasons[node.result]) is not None and node.result not in joins:
+            steps.append(Library(node, _why_library(node, why)))
+    steps = _without_moves(graph, steps)
     return Plan(graph, tuple(_ordered(graph, steps)), condition=layouts.condition)
+
+
+def _is_placed(node: Node) -> bool:
+    return bool(_places_of(node))
+
+
+def _places_of(node: Node) -> tuple[Move, ...]:
+    """The dimensions on which a step depends by where an element is."""
+    op = ops.find(node)
+    return op.placed(op.values(node)) if op and op.placed else ()
 
 
 def _reasons(graph: Graph) -> dict[str, str | None]:
@@ -78,6 +102,14 @@ def _reasons(graph: Graph) -> dict[str, str | None]:
         ):
             reasons[node.result] = "an operand that is read along other dimensions too"
     return reasons
+
+
+def _why_library(node: Node, why: str) -> str:
+    """Why a call is one, of those that compute nothing what they cost."""
+    if node.op == ITEM or (is_view(node) and node.views):
+        copies = node.packet in RESHAPING
+        return "a view" + (", or a copy where memory is not laid out for one" if copies else "")
+    return "a copy: it only moves elements" if node.packet in COPIES or moves(node) else why
 
 
 def _places(graph: Graph, reasons: Mapping[str, str | None]) -> dict[str, set[int]]:
@@ -117,6 +149,12 @@ class _Grouping:
         self.fusable = {name for name, reason in reasons.items() if reason is None}
         self.results = set(graph.results)
         self.epoch = self._epochs()
+        self.strides = Strides(graph)
+        self.destinations = {
+            name: join
+            for name, join in parts_of(graph).items()
+            if name in self.fusable and self.epoch[name] == self.epoch[join]
+        }
         self.users = self._users()
         self.after = _random_order(graph)
         self.roots = {
@@ -136,6 +174,27 @@ class _Grouping:
             else:
                 self._join(host, cone)
         return regions
+
+    def placed(self, kernel: Pointwise) -> Pointwise:
+        """The kernel with what is said of how it reads: moved elements from where they were, and
+        what lies across by tiles. Those of a concatenation read what has been moved."""
+        first = kernel.body.results[0]
+        if first not in self.destinations and not kernel.layout:
+            reads = tuple(
+                access if access.behind
+                else replace(access, node=self._move(access.tensor.name, first))
+                for access in kernel.reads
+            )  # fmt: skip
+            placed = any(map(_is_placed, kernel.body.statements))
+            if placed or any(access.node for access in reads):
+                return replace(kernel, reads=reads)
+        return replace(kernel, across=self.strides.across(kernel, self.destinations.get(first)))
+
+    def _move(self, name: str, root: str) -> Node | None:
+        """The operator that moves the elements of what a kernel reads, if it does nothing else."""
+        node = self.nodes.get(name)
+        alike = node is not None and self.epoch[node.result] == self.epoch[root]
+        return node if node and alike and moves(node) else None
 
     def _epochs(self) -> dict[str, int]:
         """Calls that write to a tensor in place divide the program: nothing moves across one."""
@@ -205,14 +264,23 @@ class _Grouping:
         while pending:
             root = pending.pop()
             cone = self._cone(root)
-            if len(cone.leaves) < MAX_OPERANDS:
+            if self._reading(cone) < MAX_OPERANDS:
                 continue
             # The largest part that fits, so that few values go through memory.
-            sizes = {m: len(self._cone(m).leaves) for m in cone.members if m != root}
+            sizes = {m: self._reading(self._cone(m)) for m in cone.members if m != root}
             fitting = [m for m in sizes if sizes[m] < MAX_OPERANDS]
             part = max(fitting, key=lambda m: (sizes[m], -self.order[m]))
             self.roots.add(part)
             pending.append(root)
+
+    def _reading(self, *cones: _Region) -> int:
+        """How many operands a kernel for all of these reads. For each dimension along which it
+        depends on where an element is there is one more, and a map, which is as long again."""
+        leaves = {name for cone in cones for name in cone.leaves}
+        members = {name for cone in cones for name in cone.members}
+        moved = [moves(self.nodes[name]) for name in leaves if name in self.nodes]
+        placed = [_places_of(self.nodes[name]) for name in members]
+        return len(leaves) + 2 * sum(map(len, (*moved, *placed)))
 
     def _can_join(self, region: _Region, cone: _Region, regions: Sequence[_Region]) -> bool:
         """Whether one kernel can compute both: same space, something in common, no cycle."""
@@ -223,9 +291,13 @@ class _Grouping:
             return False
         if self.epoch[first] != self.epoch[root]:
             return False
+        if self.destinations.get(first) != self.destinations.get(root):
+            return False
+        if self.strides.inner(first) != self.strides.inner(root):
+            return False
         shared = set(cone.leaves) & (set(region.leaves) | set(region.roots))
-        operands = set(region.leaves) | set(cone.leaves) | set(region.roots) | {root}
-        if not shared or len(operands) > MAX_OPERANDS:
+        written = {*region.roots, root} - {*region.leaves, *cone.leaves}
+        if not shared or self._reading(region, cone) + len(written) > MAX_OPERANDS:
             return False
         outside = [leaf for leaf in cone.leaves if leaf not in region.roots]
         return not self._reaches(region, outside, regions)
@@ -255,6 +327,48 @@ class _Grouping:
 # --- steps ----------------------------------------------------------------------------------
 
 
+def _without_moves(graph: Graph, steps: Sequence[Step]) -> list[Step]:
+    """The steps but for calls that move elements to where no step reads them."""
+    read = {name for step in steps for name in step_reads(step)} | set(graph.results)
+    return [
+        step
+        for step in steps
+        if not (isinstance(step, Library) and moves(step.node) and step.node.result not in read)
+    ]
+
+
+def _joins(
+    graph: Graph, kernels: Sequence[Pointwise], grouping: _Grouping
+) -> tuple[dict[str, Joined], list[Pointwise]]:
+    """The concatenations that kernels write, by result, and those kernels."""
+    makers: dict[str, list[Pointwise]] = {}
+    for kernel in kernels:
+        if (join := grouping.destinations.get(kernel.body.results[0])) is not None:
+            makers.setdefault(join, []).append(kernel)
+    # A layout that kernels are told is that of a whole tensor, not of its parts, and so is a place.
+    makers = {
+        join: parts
+        for join, parts in makers.items()
+        if not any(p.layout or any(map(_is_placed, p.body.statements)) for p in parts)
+    }
+    joins = {}
+    for node in graph.nodes:
+        if parts := makers.get(node.result):
+            made = {name for part in parts for name in part.body.results}
+            copies = [_copy(graph.tensors[name]) for name in node.reads if name not in made]
+            copies = [replace(c, across=grouping.strides.across(c, node.result)) for c in copies]
+            names = {c.reads[0].tensor.name: c.writes[0].name for c in copies}
+            joins[node.result] = Joined("", renamed(node, names), (*parts, *copies))
+    return joins, [part for parts in makers.values() for part in parts]
+
+
+def _copy(tensor: Tensor) -> Pointwise:
+    made = replace(tensor, name=f"{tensor.name}_copy")
+    args = (Argument("self", Ref(tensor.name)), Argument("memory_format", None, True, True))
+    body = Body((Node("aten.clone.default", made.name, args, (made,)),), (made.name,))
+    return Pointwise("", (Access(tensor),), (), body, (made,))
+
+
 def _pointwise(graph: Graph, region: _Region, layouts: Layouts) -> Pointwise:
     statements = tuple(node for node in graph.nodes if node.result in region.members)
     tensors = graph.tensors
@@ -275,60 +389,6 @@ def _pointwise(graph: Graph, region: _Region, layouts: Layouts) -> Pointwise:
     return Pointwise("", reads, tuple(live.values()), body, writes, layout, ordered)
 
 
-def _named(steps: Sequence[Step], names: dict[Any, str]) -> tuple[Step, ...]:
-    """Names each kernel after its operators, another one of that name with a number.
-
-    `names` has the kernels that exist already, by what a kernel is but for the names in it.
-    """
-    named: list[Step] = []
-    for step in steps:
-        if isinstance(step, Pointwise):
-            name = _kernel_name(step.body)
-            like_it = sum(re.fullmatch(rf"{name}(_\d+)?", known) is not None
-                          for known in names.values())  # fmt: skip
-            unique = name if like_it == 0 else f"{name}_{like_it + 1}"
-            step = replace(step, name=names.setdefault(_signature(step), unique))
-        named.append(step)
-    return tuple(named)
-
-
-def _signature(step: Pointwise) -> Any:
-    """All of a kernel but the names of its values, the texts of its numbers and its sizes."""
-    names = {access.tensor.name: f"read {i}" for i, access in enumerate(step.reads)}
-    numbers = {scalar.text: f"number {i}" for i, scalar in enumerate(step.scalars)}
-
-    def plain(value: Arg) -> Any:
-        match value:
-            case Ref():
-                return names[value.name]
-            case Live():
-                return numbers.get(value.text)
-            case tuple():
-                return tuple(map(plain, value))
-        return (type(value), value)
-
-    statements = []
-    for i, node in enumerate(step.body.statements):
-        statements.append((node.op, *(plain(argument.value) for argument in node.args)))
-        names[node.result] = f"value {i}"
-    shape = step.writes[0].shape
-    reads = [(a.tensor.dtype, a.behind, a.tensor.shape == shape) for a in step.reads]
-    return (
-        tuple(reads),
-        tuple(statements),
-        tuple((names[tensor.name], tensor.dtype) for tensor in step.writes),
-        (step.layout, len(shape) if step.layout else 0),
-        tuple(names.get(tensor.name, "other") for tensor in step.like),
-    )
-
-
-def _kernel_name(body: Body) -> str:
-    packets = [node.packet.removesuffix("_") for node in body.statements]
-    if len(packets) > 6:
-        packets = [*packets[:2], "to", packets[-1]]
-    return "_".join(packets).strip("_")
-
-
 def _random_order(graph: Graph) -> dict[str, tuple[str, ...]]:
     """For each random call the one before it, which has to stay before it."""
     names = [node.result for node in graph.nodes if node.random]
@@ -345,7 +405,7 @@ def _ordered(graph: Graph, steps: Sequence[Step]) -> list[Step]:
         match step:
             case Pointwise():
                 return max(order[name] for name in step.body.results)
-            case Library():
+            case Joined() | Library():
                 return order[step.node.result]
 
     def waits_for(step: Step) -> tuple[str, ...]:

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import jinja2
 
-from modelnew import __version__, emit, tune
+from modelnew import __version__, contexts, emit, tune
 from modelnew.files import ALGEBRA
-from modelnew.formula import WIDTH, formula, formula_text
-from modelnew.ir import Guard, Library, ModelNewError, Node, Plan, Pointwise, Tensor
+from modelnew.formula import WIDTH, formula, joined_formula, shortened
+from modelnew.forward import forward_lines
+from modelnew.ir import Guard, Joined, Library, ModelNewError, Node, Plan, Pointwise, Tensor
 from modelnew.ops import FLOATS
 from modelnew.reference import Reference
 from modelnew.source import Constructor, constructor
@@ -56,7 +57,7 @@ class File:
     header: tuple[str, ...]
     imports: tuple[str, ...]
     definitions: tuple[str, ...]
-    kernels: tuple[emit.Kernel, ...]
+    compiled: bool
     shared: str
     cuda: str
     cpp: str
@@ -81,21 +82,21 @@ def options(dtypes: str, target: str) -> Options:
 def render(ref: Reference, plan: Plan, chosen: Options | None = None) -> str:
     """The solution file's text. Raises ModelNewError when it would break a rule of section 3."""
     chosen = chosen or Options()
-    kernels = tuple(emit.kernel(step) for step in plan.kernels)
+    made = emit.module(plan)
     source = constructor(ref)
     shared, cuda, cpp = "", "", ""
-    if kernels:
-        shared = _shared(kernels)
-        cuda, cpp = fold(_cuda(plan, kernels, chosen)), fold(_cpp(kernels, chosen))
+    if made.kernels:
+        shared = _shared(made)
+        cuda, cpp = fold(_cuda(made, chosen)), fold(_cpp(made, chosen))
     digest = hashlib.sha256((shared + cuda + cpp).encode()).hexdigest()[:12]
     stem = re.sub(r"\W|^(?=\d)", "_", ref.path.stem)
-    model = fold(_model(plan, kernels, source))
-    names = ", ".join(f'"{k.name}_forward"' for k in kernels)
+    model = fold(_model(plan, made, source))
+    names = ", ".join(f'"{name}"' for name in made.functions)
     file = File(
         header=tuple(_header(ref, plan)),
-        imports=tuple(_imports(source, bool(kernels))),
+        imports=tuple(_imports(source, bool(made.kernels))),
         definitions=source.definitions,
-        kernels=kernels,
+        compiled=bool(made.kernels),
         shared=shared,
         cuda=cuda,
         cpp=cpp,
@@ -103,7 +104,7 @@ def render(ref: Reference, plan: Plan, chosen: Options | None = None) -> str:
         functions=fold(f"    functions=[{names}],"),
         checks="_check(" in model,
         modes="_check_modes(" in model,
-        helpers=frozenset(re.findall(r"\b_\w+_statistics\b", model)),
+        helpers=frozenset(re.findall(r"\b_\w+_statistics\b|\b_pa(?:rt|dding)\b", model)),
         model=model,
     )
     text = _environment().get_template("solution.py.jinja").render(f=file)
@@ -124,8 +125,9 @@ def _environment() -> jinja2.Environment:
 
 
 def device_text(name: str) -> str:
-    """The text of one file of templates/device."""
-    return (TEMPLATES / "device" / f"{name}.cuh").read_text(encoding="ascii")
+    """The text of one file of templates/device, without what it says to clang-format alone."""
+    text = (TEMPLATES / "device" / f"{name}.cuh").read_text(encoding="ascii")
+    return re.sub(r"^ *// clang-format (on|off)\n", "", text, flags=re.MULTILINE)
 
 
 def device_functions(calls: Sequence[str]) -> list[str]:
@@ -139,78 +141,111 @@ def device_functions(calls: Sequence[str]) -> list[str]:
     return list(found)
 
 
-def _shared(kernels: Sequence[emit.Kernel]) -> str:
+def _shared(made: contexts.Module) -> str:
     template = _environment().get_template("operands.h.jinja")
     return template.render(
-        operands=max(k.count for k in kernels),
-        broadcast=_broadcast(kernels),
-        tiled=_tiled(kernels),
+        operands=max(k.count for k in made.kernels),
+        broadcast=_broadcast(made),
+        tiled=_tiled(made.kernels),
+        moved=any(k.by_place for k in made.kernels),
     )
 
 
-def _broadcast(kernels: Sequence[emit.Kernel]) -> bool:
+def _broadcast(made: contexts.Module) -> bool:
     """Whether a kernel has several operands to bring together; with one input all is simpler.
 
     Tiles are cut for several, so one that converts layouts counts as one.
     """
-    return any(k.format or k.count > 2 or {o.ctype for o in k.operands} != {"T"} for k in kernels)
+    return bool(made.joins) or any(
+        k.format or k.tiled or k.by_place or k.count > 2 or {o.ctype for o in k.operands} != {"T"}
+        for k in made.kernels
+    )
 
 
-def _tiled(kernels: Sequence[emit.Kernel]) -> bool:
+def _tiled(kernels: Sequence[contexts.Kernel]) -> bool:
     return any(k.tiled for k in kernels)
 
 
-def _cuda(plan: Plan, kernels: Sequence[emit.Kernel], options: Options) -> str:
-    launch = tune.pointwise(plan.kernels[0], tune.target(options.target))
+def _cuda(made: contexts.Module, options: Options) -> str:
+    kernels = made.kernels
+    launch = tune.pointwise(tune.target(options.target))
     functions = device_functions([call for k in kernels for call in k.calls])
-    broadcast = _broadcast(kernels)
+    broadcast = _broadcast(made)
     space = "broadcast" if broadcast else "single"
-    tiled = ["tile"] if _tiled(kernels) else []
+    more = ["tile"] if _tiled(kernels) else []
+    more += ["run_packs"] if any(k.packs > 1 for k in made.launched) else []
+    more += ["moved"] if any(k.by_place for k in kernels) else []
+    more += ["parts"] if any(j.merged for j in made.joins) else []
     template = _environment().get_template("pointwise.cu.jinja")
-    dtypes = [emit.dtype(name, launch.vec_bytes) for name in options.dtypes]
-    includes = (*C_INCLUDES, "utility") if tiled else C_INCLUDES
+    dtypes = [contexts.dtype(name, launch.vec_bytes) for name in options.dtypes]
+    includes = (*C_INCLUDES, "utility") if _tiled(kernels) else C_INCLUDES
     parts = [
         "".join(f"#include <{name}>\n" for name in includes),
         f"constexpr int kThreads = {launch.threads};\n",
-        *map(device_text, ["storage", "pack", space, "run", *tiled, *functions]),
-        *(template.render(k=k, dtypes=dtypes, broadcast=broadcast) for k in kernels),
+        *map(device_text, ["storage", "pack", space, "run", *more, *functions]),
+        *(template.render(k=k, dtypes=dtypes, broadcast=broadcast) for k in made.launched),
+        *_joined(made, dtypes),
     ]
     return "\n".join(parts)
 
 
-def _cpp(kernels: Sequence[emit.Kernel], options: Options) -> str:
-    dtypes = [emit.dtype(name, 16) for name in options.dtypes]
+def _joined(made: contexts.Module, dtypes: Sequence[contexts.Dtype]) -> Iterator[str]:
+    """The kernels that write the parts of a concatenation by one launch."""
+    template = _environment().get_template("joined.cu.jinja")
+    known: set[str] = set()
+    for j in made.joins:
+        if j.merged:
+            parts = [k for name, k in {k.name: k for k in j.parts}.items() if name not in known]
+            known.update(k.name for k in parts)
+            yield template.render(j=j, parts=parts, dtypes=dtypes, broadcast=True)
+
+
+def _cpp(made: contexts.Module, options: Options) -> str:
+    dtypes = [contexts.dtype(name, 16) for name in options.dtypes]
     template = _environment().get_template("pointwise.cpp.jinja")
-    broadcast = _broadcast(kernels)
+    broadcast = _broadcast(made)
+    kernels = made.kernels
+    called = [k for k in kernels if k.name in made.called]
+    written = [k for k in made.launched if k.name not in made.called]
+    joined = _environment().get_template("joined.cpp.jinja")
     supported = " || ".join(f"dtype == {d.at_type}" for d in dtypes)
     host = _environment().get_template("host.cpp.jinja")
     told = any(k.format for k in kernels)
+    moved = any(k.by_place for k in kernels)
     retraced = not all(k.format for k in kernels)
     parts = [
-        "".join(f"#include <{name}>\n" for name in _host_includes(broadcast, retraced)),
+        "".join(f"#include <{name}>\n" for name in _host_includes(broadcast, retraced, moved)),
         host.render(
             broadcast=broadcast,
             told=told,
             channels=any(k.channel_inputs for k in kernels),
             like=any(k.like for k in kernels),
             retraced=retraced,
-            several=any(k.promoted for k in kernels),
+            joined=bool(made.joins),
+            moved=moved,
+            merged=any(j.merged for j in made.joins),
+            halves=any(k.halves for k in kernels),
+            several=any(k.promoted for k in called),
             numbers=any(k.numbers for k in kernels),
             dtypes=dtypes,
             supported=supported,
         ),
-        *(template.render(k=k, broadcast=broadcast) for k in kernels),
+        *(template.render(k=k, broadcast=broadcast) for k in called),
+        *(f"{k.launch_signature};\n" for k in written),
+        *(joined.render(j=j) for j in made.joins),
     ]
     return "\n".join(parts)
 
 
-def _host_includes(broadcast: bool, retraced: bool) -> tuple[str, ...]:
+def _host_includes(broadcast: bool, retraced: bool, moved: bool) -> tuple[str, ...]:
     """Headers of the host code; results of a single input are made by the iterator alone."""
     used = {
         "ATen/TensorIterator.h": True,
         "ATen/native/TypeProperties.h": broadcast,
         "ATen/ops/empty.h": broadcast,
         "ATen/ops/empty_strided.h": broadcast and retraced,
+        "ATen/ops/from_blob.h": moved,
+        "ATen/ops/zeros.h": moved,
     }
     return (*(name for name, needed in used.items() if needed), *HOST_INCLUDES)
 
@@ -310,6 +345,10 @@ def _plan_lines(plan: Plan) -> list[str]:
                 made += f", written {step.layout}" if step.layout else ""
                 lines += [f"  kernel {step.name}: {made}"]
                 lines += [f"    {line}" for line in formula(step)]
+            case Joined():
+                made = f"{_shapes(step.node.outputs)}, {_amount(step.bytes)}"
+                lines += [f"  kernels {step.name}: {made}"]
+                lines += [f"    {line}" for line in joined_formula(step)]
             case Library():
                 name = _called(step.node)
                 lines.append(f"  PyTorch {name}: {_shapes(step.node.outputs)}".rstrip(": "))
@@ -328,8 +367,13 @@ def rows(plan: Plan) -> list[str]:
         match step:
             case Pointwise():
                 table.append(
-                    (f"kernel {step.name}", formula_text(step), _shapes(step.writes),
+                    (f"kernel {step.name}", shortened(formula(step)), _shapes(step.writes),
                      _amount(step.bytes))
+                )  # fmt: skip
+            case Joined():
+                table.append(
+                    (f"kernels {step.name}", shortened(joined_formula(step)),
+                     _shapes(step.node.outputs), _amount(step.bytes))
                 )  # fmt: skip
             case Library():
                 table.append(("PyTorch", _called(step.node), _shapes(step.node.outputs), ""))
@@ -351,14 +395,14 @@ def _amount(count: int) -> str:
 # --- the class ------------------------------------------------------------------------------
 
 
-def _model(plan: Plan, kernels: Sequence[emit.Kernel], source: Constructor) -> str:
+def _model(plan: Plan, module: contexts.Module, source: Constructor) -> str:
     lines = source.head.splitlines()
     head = len(lines)
     checks = [line for guard in plan.graph.arguments for line in _argument_check(guard)]
     for member in source.guarded(checks):
         lines += ["", *("    " + line if line else line for line in member.splitlines())]
     if plan.other is None:
-        lines += _forward("forward", source.signature, plan, kernels)
+        lines += _forward("forward", source.signature, plan, module)
     else:
         given = ", ".join(_passed_on(source.signature))
         lines += [
@@ -371,16 +415,16 @@ def _model(plan: Plan, kernels: Sequence[emit.Kernel], source: Constructor) -> s
         ]
         for made in sorted(plan.modes, key=lambda made: not made.graph.training):
             name = f"_forward_{mode_text(made).replace(' ', '_')}"
-            lines += _forward(name, source.signature, made, kernels)
+            lines += _forward(name, source.signature, made, module)
     del lines[head]  # no empty line after the class statement
     return "\n".join(lines)
 
 
-def _forward(name: str, signature: str, plan: Plan, kernels: Sequence[emit.Kernel]) -> list[str]:
+def _forward(name: str, signature: str, plan: Plan, module: contexts.Module) -> list[str]:
     """The method that runs one plan."""
     lines = ["", f"    def {name}({signature}):"]
     lines += [f"        {_check_line(guard)}" for guard in plan.graph.pins]
-    return lines + ["        " + line for line in emit.forward_lines(plan, kernels)]
+    return lines + ["        " + line for line in forward_lines(plan, module.by_name)]
 
 
 def _passed_on(signature: str) -> list[str]:

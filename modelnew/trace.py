@@ -149,6 +149,7 @@ def _record(
         tuple(recorder.nodes),
         output,
         numbers=recorder.numbers,
+        strides={name: value.stride() for name, _, value in inputs if not value.is_contiguous()},
         assigned=assigned,
     )
 

@@ -34,11 +34,17 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Constants that the solution is rendered for, where the rest of the file depends on them.
 OVERRIDES: Mapping[str, Mapping[str, str]] = {
     "linear_swish_tanh_gelu_hardtanh": {"in_features": "67", "out_features": "131"},
-    "residual_channel_bias": {"batch_size": "2", "channels": "5"},
-}
+    "broadcast_row": {"cols": "67"},
+    "swiglu": {"cols": "24"},
+    **{
+        name: {"batch_size": "2", "channels": "5"}
+        for name in ("channels_last_bias", "channels_last_residual", "reflection_pad",
+                     "residual_channel_bias", "zero_pad")
+    },
+}  # fmt: skip
 # Constants that set the number of rows and of columns of the inputs, at run time only.
-ROWS = ("batch_size", "rows", "height")
-COLUMNS = ("dim", "cols", "width")
+ROWS = ("batch_size", "heads", "rows", "height")
+COLUMNS = ("dim", "cols", "length", "width")
 # The last dimension: ragged, whole packs of any dtype, of float32 only, one, none.
 SIZES = ((3, 1031), (3, 18), (16, 64), (7, 12), (5, 1), (1, 1), (1, 4099), (1, 8), (0, 17), (5, 0))
 
@@ -101,7 +107,7 @@ EXTRA: Mapping[str, str] = {
         """,
         "torch.randn(2, 3, 2, 4, n), torch.randn(2, 3, 2, 4, n)",
     ),
-    "scalar_tensor": reference_text(
+    "scalar_operand": reference_text(
         """
         def forward(self, x, s, y):
             return x * s + y
@@ -141,11 +147,11 @@ EXTRA: Mapping[str, str] = {
 NAMES = sorted({path.stem for path in MODELS.glob("*.py")} - {"residual_block"})
 ALL = [*NAMES, *EXTRA]
 # Those of one input, elementwise, for which any rank is right.
-UNARY = sorted(
-    set(NAMES)
-    - {"clamp_tensors", "diagonal_matmul", "linear_swish_tanh_gelu_hardtanh", "masked_where"}
-    - {"residual_channel_bias"}
-)
+UNARY = (
+    "elu", "gelu", "gelu_tanh", "hardsigmoid", "hardtanh", "leaky_relu", "matrix_scalar",
+    "mingpt_gelu", "relu", "scalar_tensor", "selu", "sigmoid", "softplus", "softsign", "swish",
+    "tanh",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -191,7 +197,12 @@ def judge_models(
     mine: nn.Module, theirs: nn.Module, true: nn.Module, inputs: Sequence[Any]
 ) -> None:
     """The solution's outputs are right in value, dtype, shape and strides; inputs are untouched."""
-    own = theirs(*inputs)
+    try:
+        own = theirs(*inputs)
+    except RuntimeError:  # more padding than there are pixels
+        with pytest.raises(RuntimeError):
+            mine(*inputs)
+        return
     truth = true(*cast(inputs, torch.float64))
     before = memory(inputs)
     found = mine(*inputs)
@@ -289,7 +300,8 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).remov
 @each_dtype
 def test_sizes(name: str, subject: Subject, dtype: torch.dtype) -> None:
     for size in SIZES:
-        judge(subject, subject.inputs(dtype, *size), dtype)
+        if name != "causal_decay" or size[1] < 2000:  # its result has length x length elements
+            judge(subject, subject.inputs(dtype, *size), dtype)
 
 
 def offset(x: Tensor) -> Tensor:
@@ -351,6 +363,8 @@ def test_layouts(
     name: str, subject: Subject, dtype: torch.dtype, layout: Callable[[Tensor], Tensor]
 ) -> None:
     """All operands laid out alike, the first only, all but the first."""
+    if name == "reflection_pad" and layout is channels_last:
+        pytest.skip("PyTorch's CPU keeps channels_last in padding, its CUDA kernels do not")
     for size in ((7, 53), (16, 64), (1, 24), (24, 1)):
         inputs = subject.inputs(dtype, *size)
         places = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]
@@ -395,7 +409,14 @@ def test_special_values(name: str, subject: Subject, dtype: torch.dtype, columns
 # --- dtypes and errors ---------------------------------------------------------------------------
 
 
-MIXABLE = [n for n in ALL if n not in (*UNARY, "in_place", "linear_swish_tanh_gelu_hardtanh")]
+WITH_PARAMETERS = (
+    "broadcast_row", "channels_last_bias", "residual_channel_bias", "scalar_tensor",
+)  # fmt: skip
+OF_ONE_INPUT = (
+    *UNARY, "broadcast_row", "channels_last_bias", "in_place", "linear_swish_tanh_gelu_hardtanh",
+    "periodic_laplacian", "reflection_pad", "swiglu", "zero_pad",
+)  # fmt: skip
+MIXABLE = [name for name in ALL if name not in OF_ONE_INPUT]
 
 
 @pytest.mark.parametrize("name", MIXABLE)
@@ -421,7 +442,7 @@ def test_masks_cast_to_floating_numbers(
 @pytest.mark.parametrize("place", range(3))
 @pytest.mark.parametrize("scalar", [*DTYPES, torch.float64, torch.int64])
 @each_dtype
-@pytest.mark.parametrize("name", ["scalar_tensor", "clamp_tensors", "forty_inputs"])
+@pytest.mark.parametrize("name", ["scalar_operand", "clamp_tensors", "forty_inputs"])
 def test_zero_dim_operand(
     name: str, subject: Subject, dtype: torch.dtype, scalar: torch.dtype, place: int
 ) -> None:
@@ -437,8 +458,8 @@ def test_unknown_dtype(name: str, subject: Subject, dtype: torch.dtype) -> None:
         x.to(dtype) if isinstance(x, Tensor) and x.dtype != torch.bool else x
         for x in subject.inputs(torch.float32)
     ]
-    if dtype == torch.int64 and name == "residual_channel_bias":
-        judge(subject, inputs, torch.float32)  # its parameter makes all of it floating
+    if dtype == torch.int64 and name in WITH_PARAMETERS:
+        judge(subject, inputs, torch.float32)  # a parameter makes all of it floating
         return
     message = r"generated for|same dtype|takes"
     with pytest.raises((RuntimeError, ValueError), match=message):
@@ -466,7 +487,7 @@ def test_shapes_that_do_not_broadcast(name: str, subject: Subject) -> None:
                 refused += 1
                 with pytest.raises((RuntimeError, ValueError), match=r"size|shape"):
                     mine(*inputs)
-    assert refused
+    assert refused or name == "outer_product"
 
 
 @each
@@ -567,7 +588,7 @@ def test_outputs_of_different_layouts(name: str, subject: Subject, dtype: torch.
             judge_one_shape(name, subject, inputs, dtype)
 
 
-@pytest.mark.parametrize("name", ["scalar_tensor", "sum_5d"])
+@pytest.mark.parametrize("name", ["scalar_operand", "sum_5d"])
 def test_strides_follow_one_operator_after_the_other(name: str, subject: Subject) -> None:
     """The result of x * s is dense, whatever x is, and comes before y in the sum."""
     inputs = subject.inputs(torch.float32, 3, 8)

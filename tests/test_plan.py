@@ -17,10 +17,13 @@ import torch
 from torch import nn
 
 from modelnew import emit, invariants
+from modelnew import interpret as interpreting
 from modelnew.formula import formula
+from modelnew.forward import forward_lines
 from modelnew.interpret import interpret
 from modelnew.ir import (
     Graph,
+    Joined,
     Library,
     Output,
     Plan,
@@ -589,35 +592,34 @@ def test_a_plan_serves_other_batches(batch: int, subject: Get) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_references_leave_no_pointwise_call_to_pytorch(name: str, subject: Get) -> None:
     made = subject(name).plan
-    left = {s.node.packet for s in made.steps if isinstance(s, Library)}
+    left = {s.node.packet for s in made.steps if isinstance(s, Library) and not s.node.views}
     counted = {"_foreach_add_"} if made.other else set()  # batch normalization counts its batches
-    assert left <= {"linear", "unsqueeze", "conv2d", "batch_norm", *counted}
-    assert len(made.kernels) == 1 or made.other
+    assert left <= {"linear", "conv2d", "batch_norm", *counted}
+    assert sum(not isinstance(step, Library) for step in made.steps) == 1 or made.other
 
 
 def answer_of_the_text(made: Plan, model: nn.Module, inputs: Mapping[str, Any]) -> Any:
     """What the lines of ModelNew.forward return, its kernels taken from `interpret`."""
-    kernels = [emit.kernel(step) for step in made.kernels]
-    calls = {
-        f"{kernel.name}_forward": partial(run_kernel, made, step, model, inputs)
-        for kernel, step in zip(kernels, made.kernels, strict=True)
-    }
+    steps = [s for each in made.modes for s in each.steps if not isinstance(s, Library)]
+    calls = {f"{s.name}_forward": partial(run_step, made, s, model, inputs) for s in steps}
     space: dict[str, Any] = {"torch": torch, "nn": nn, "_cuda": SimpleNamespace(**calls)}
     space["_run"] = lambda call, *args: call(*args)
-    lines = [f"    {line}" for line in emit.forward_lines(made, kernels)]
+    helpers = {"_part", "_padding"}
+    space |= {name: partial(interpreting._own, name.removeprefix("_")) for name in helpers}
+    lines = [f"    {line}" for line in forward_lines(made, emit.module(made).by_name)]
     exec("\n".join([f"def forward({', '.join(['self', *inputs])}):", *lines]), space)
     return space["forward"](model, *inputs.values())
 
 
-def run_kernel(
-    made: Plan, step: Pointwise, model: nn.Module, inputs: Mapping[str, Any], *args: Any
+def run_step(
+    made: Plan, step: Pointwise | Joined, model: nn.Module, inputs: Mapping[str, Any], *args: Any
 ) -> Any:
     """One region on the tensors that the text hands to it."""
-    names = step_reads(step)
+    names = [access.base for access in step.reads]
     assert len(args) == len(names) + len(step.scalars)
     given = dict(zip(names, args, strict=False))
     state = {name: f"given[{name!r}]" for name in names}
-    output = Output("tuple", tuple(Ref(name) for name in step.body.results))
+    output = Output("tuple", tuple(Ref(name) for name in step_writes(step)))
     alone = Plan(replace(made.graph, bindings=state, output=output), (step,))
     results = interpret(alone, model, {**inputs, "given": given})
     return results if len(results) > 1 else results[0]
@@ -820,6 +822,7 @@ def test_random_calls_keep_their_order_and_number(subject: Get) -> None:
 def test_nothing_is_written_that_nobody_reads(name: str, subject: Get) -> None:
     made = subject(name).plan
     read = {n for step in made.steps for n in step_reads(step)} | set(refs_in(made.graph.output))
+    read |= {n for step in made.steps if isinstance(step, Joined) for n in step.node.reads}
     for kernel in made.kernels:
         assert set(step_writes(kernel)) <= read, kernel.name
         reads = step_reads(kernel)

@@ -208,7 +208,8 @@ def extension_faults(keywords: Mapping[str, Any]) -> list[str]:
     headers = re.findall(r"#include .*", cuda)
     heavy = re.findall(r"#include <torch/(?:extension|all)\.h>", cpp)
     lists = [key for key in ("cpp_sources", "cuda_sources") if not isinstance(keywords[key], str)]
-    narrow = re.findall(r".*(?<!int64_t\()blockIdx\.x.*", cuda)
+    # A block's number has 32 bits; it is an index once it is multiplied.
+    narrow = re.findall(r".*(?<!int64_t\()(?<!unsigned block = )blockIdx\.x.*", cuda)
     faults = [
         *(f"header in the CUDA part: {h}" for h in headers if re.search("torch|ATen|c10", h)),
         *(f"heavy header: {header}" for header in heavy),
@@ -422,7 +423,10 @@ def ptx_faults(built: Built, cuda: str) -> list[str]:
         if re.search(r"\.f64\b", instruction):
             faults.append(f"double precision: {instruction}")
     kernels = dict(ENTRY.findall(built.ptx))
-    if len(kernels) != 6 * cuda.count("__global__"):
+    # Those of a concatenation do both widths; one that reads a half type beside float32, both.
+    wanted = 6 * cuda.count("__global__") - 3 * cuda.count("(const Parts<")
+    wanted += 2 * len(re.findall(r"typename H, int kVec>\n__global__", cuda))
+    if len(kernels) != wanted:
         faults.append(f"{len(kernels)} kernels, not one a dtype and width")
     for kernel, body in kernels.items():
         faults += [f"{kernel}: {fault}" for fault in pack_faults(kernel, body, cuda)]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from modelnew.explain import page
-from modelnew.ir import Library, ModelNewError, Plan, Pointwise
+from modelnew.ir import Library, ModelNewError, Plan
 from modelnew.measure.child import Json, Report, describe
 from modelnew.measure.load import execute_solution
 from modelnew.pipeline import planned
@@ -50,13 +50,8 @@ def describe_plan(reference: Path, overrides: Mapping[str, str], *, algebra: boo
 
 def kind(plan: Plan) -> str:
     """The kind of region that dominates the task, and whether kernels of ours are beside it."""
-    calls = set()
-    for step in plan.steps:
-        match step:
-            case Library() if not step.node.views:
-                calls.add(step.node.packet)
-            case Library() | Pointwise():
-                pass
+    library = (step.node for step in plan.steps if isinstance(step, Library))
+    calls = {node.packet for node in library if not node.views}
     if any("conv" in call for call in calls):
         main = "convolution"
     elif calls & PRODUCTS:

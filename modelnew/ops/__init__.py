@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from modelnew.ir import Arg, Graph, Literal, Live, Node, Ref, Tensor
+from modelnew.moves import Move
 
 FLOATS = ("float32", "float16", "bfloat16")
 INTEGERS = ("uint8", "int8", "int16", "int32", "int64")
@@ -36,7 +37,8 @@ class Op:
     `dense_result` marks what PyTorch lays out densely whatever its operands' strides. `channel`
     names the parameters that hold one value a channel: they lie along the second dimension of x.
     `single` names those that are float32 whatever the dtype of x, `same` those that must be of x's.
-    `refusal` says why a call that `accepts` does not cover is none for a kernel.
+    `placed` gives the dimensions on which the result depends by where it is. `refusal` says why a
+    call that `accepts` does not cover is none for a kernel.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Op:
     channel: tuple[str, ...] = ()
     single: tuple[str, ...] = ()
     same: tuple[str, ...] = ()
+    placed: Callable[[Values], tuple[Move, ...]] | None = None
     refusal: str = "constant arguments that its row does not cover"
 
     @property
@@ -130,6 +133,8 @@ def why_not(node: Node, graph: Graph) -> str | None:
     operands = [graph.tensors[name] for name in node.reads if name in graph.tensors]
     if reason := _dtype_reason(op, output, operands):
         return reason
+    if op.channel and len(output.shape) < 2:
+        return "one value a channel of a tensor without channels"
     values = op.values(node)
     if len(node.args) > len(op.names) and any(not a.default for a in node.args[len(op.names) :]):
         return "an argument that its row does not know"
@@ -141,6 +146,8 @@ def why_not(node: Node, graph: Graph) -> str | None:
 
 
 def _scalar_or_tensor(value: Arg) -> bool:
+    if isinstance(value, tuple):  # an argument that decides the expression
+        return not any(isinstance(item, Ref) for item in value)
     return value is None or isinstance(value, Ref | Live | Literal | bool | int | float | str)
 
 
@@ -159,10 +166,10 @@ def _dtype_reason(op: Op, output: Tensor, operands: list[Tensor]) -> str | None:
 
 
 def _registry() -> dict[str, Op]:
-    from modelnew.ops import activations, arithmetic, channels, logic, unary
+    from modelnew.ops import activations, arithmetic, channels, logic, places, special, unary
 
     rows: dict[str, Op] = {}
-    for module in (arithmetic, unary, activations, logic, channels):
+    for module in (arithmetic, unary, activations, logic, special, channels, places):
         for row in module.ROWS:
             if row.name in rows:
                 raise ValueError(f"operator {row.name} has two rows")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from modelnew.ops import Op, Texts, Values
+from modelnew.ops import Op, Texts, Values, float_literal
 
 
 def _gelu(values: Values, texts: Texts) -> str:
@@ -20,12 +20,28 @@ def _hardtanh(values: Values, texts: Texts) -> str:
     return "minimumf(maximumf(x, lower), upper)"
 
 
+def _rrelu(values: Values, texts: Texts) -> str:
+    """The slope is the middle of its range, formed here where both ends are constants."""
+    lower, upper = values["lower"], values["upper"]
+    if isinstance(lower, int | float) and isinstance(upper, int | float):
+        return f"x > 0.0f ? x : x * {float_literal((lower + upper) / 2)}"
+    return "x > 0.0f ? x : x * ((lower + upper) * 0.5f)"
+
+
+def _evaluates(values: Values) -> bool:
+    return values["training"] is False
+
+
 ROWS = (
     # A zero of either sign gives +0 and a NaN stays, as fmaxf with a NaN check would.
     Op("relu", "x", "x <= 0.0f ? 0.0f : x"),
     Op("relu6", "x", "minimumf(x <= 0.0f ? 0.0f : x, 6.0f)"),
     Op("leaky_relu", "x negative_slope", "x > 0.0f ? x : x * negative_slope",
        attrs={"negative_slope": 0.01}),
+    Op("rrelu", "x lower upper training generator", _rrelu, accepts=_evaluates,
+       refusal="draws random numbers in training",
+       attrs={"lower": 0.1, "upper": 0.4, "training": False}),
+    Op("prelu", "x weight", "x > 0.0f ? x : weight * x", channel=("weight",), same=("weight",)),
     Op("threshold", "x threshold value", "x <= threshold ? value : x",
        attrs={"threshold": 0.5, "value": -2.0}),
     Op("hardtanh", "x lower upper", _hardtanh,

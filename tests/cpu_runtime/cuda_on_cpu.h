@@ -27,6 +27,7 @@
 #define __launch_bounds__(...)
 
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+inline float sinpif(float x) { return x == rintf(x) ? 0.0f * x : sin(M_PI * remainder(x, 2.0)); }
 inline int __float_as_int(float x) { return std::bit_cast<int>(x); }
 inline unsigned __float_as_uint(float x) { return std::bit_cast<unsigned>(x); }
 inline float __int_as_float(int x) { return std::bit_cast<float>(x); }
