@@ -69,7 +69,10 @@ def values_of(graph: Graph) -> dict[str, Any]:
 
 
 def result_of(node: Node, values: Mapping[str, Any]) -> Any:
-    """What a call gives for tensors without memory; None where PyTorch cannot say."""
+    """What a call gives for tensors without memory; None where PyTorch cannot say, and for an item
+    of a library call's list, which has no value here."""
+    if any(name not in values for name in node.reads):
+        return None
     try:
         return call(node.with_values(map(_traced, node.values)), values, {"torch": torch})
     except (NameError, NotImplementedError, RuntimeError, TypeError):  # a device is none here

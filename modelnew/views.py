@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
+import torch
+
 from modelnew import ops
 from modelnew.ir import Argument, Graph, Node, Ref, Tensor
 from modelnew.joins import is_join
@@ -164,7 +166,10 @@ class _Sweep:
         """A tensor without memory that lies as a value does at the traced sizes, or several."""
         if name not in self.lying:
             node = self.makers[name]
-            self.lying[name] = result_of(node, {read: self._lies(read) for read in node.reads})
+            found = result_of(node, {read: self._lies(read) for read in node.reads})
+            if found is None and name in self.tensors:
+                found = torch.empty(self.tensors[name].shape, device="meta")
+            self.lying[name] = found
         return self.lying[name]
 
     @cached_property

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from merged import DTYPES, Collection, Inputs, Subject, built, moved, planned
+from references import reference_text
 from test_on_cpu import (
     expanded_first,
     expanded_last,
@@ -21,7 +22,10 @@ from test_on_cpu import (
 from torch import nn
 
 from modelnew.interpret import interpret
+from modelnew.plan import plan
+from modelnew.reference import load
 from modelnew.strides import PERMUTING
+from modelnew.trace import trace
 from modelnew.views import RESHAPING, RESIZING, STRIDED
 
 GIVEN = Inputs(
@@ -275,3 +279,25 @@ def test_copies_on_both_sides_of_a_write(tmp_path: Path) -> None:
     """The same view of one value may be a copy, which a write in between makes another one."""
     body = "v = x.cumsum(1)\na = v.mT.flatten(1)\nv.add_(1)\nreturn torch.relu(a) + v.mT.flatten(1)"
     planned(GIVEN.text(body), tmp_path / "reference.py").check_plan()
+
+
+def test_items_of_a_library_call_that_gives_several(tmp_path: Path) -> None:
+    """What sort gives has no strides that PyTorch says before it runs."""
+    text = reference_text(
+        """
+        def forward(self, x):
+            values, places = torch.sort(x, 1)
+            return torch.relu(values).t() + 1, torch.tanh(values * 2).reshape(-1) * 3, places
+        """,
+        "torch.randn(n, n)",
+        n=7,
+    )
+    path = tmp_path / "several.py"
+    path.write_text(text)
+    made = plan(trace(load(path)))
+    assert len(made.kernels) == 2
+    x = torch.randn(7, 7)
+    found = interpret(made, nn.Module(), {"x": x})
+    values, places = torch.sort(x, 1)
+    expected = torch.relu(values).t() + 1, torch.tanh(values * 2).reshape(-1) * 3, places
+    assert all(map(torch.equal, found, expected))
