@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from modelnew import ops
-from modelnew.ir import Arg, Argument, Graph, Node, Ref
+from modelnew.ir import Arg, Argument, Graph, Node, Ref, users_of
 from modelnew.joins import with_joins_late, with_own_parts
 from modelnew.layout import CONVOLUTIONS
 from modelnew.names import renamed, with_results
@@ -206,10 +206,7 @@ def with_bias_apart(graph: Graph) -> Graph:
     PyTorch adds it in a pass of its own, over all of the result; in a kernel that follows it costs
     nothing.
     """
-    users: dict[str, list[Node]] = {}
-    for node in graph.nodes:
-        for name in node.reads:
-            users.setdefault(name, []).append(node)
+    users = users_of(graph)
     tensors = dict(graph.tensors)
     names: dict[str, str] = {}
     nodes: list[Node] = []

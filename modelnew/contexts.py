@@ -86,7 +86,7 @@ class Operand:
 
     @property
     def is_number(self) -> bool:
-        """Whether it is a mask that takes part in arithmetic; see _numbers."""
+        """Whether it is a mask that takes part in arithmetic; see emit._numbers."""
         return self.ctype == MASK_TYPE
 
     @property
@@ -462,10 +462,15 @@ class Module:
         return tuple(kernel for kernel in self.kernels if kernel.name in alone)
 
     @property
+    def wrapped(self) -> tuple[Kernel, ...]:
+        """The kernels that forward calls by themselves."""
+        return tuple(kernel for kernel in self.kernels if kernel.name in self.called)
+
+    @property
     def functions(self) -> tuple[str, ...]:
         """The names of the functions that the file has to call."""
-        called = [k.name for k in self.kernels if k.name in self.called]
-        return tuple(f"{name}_forward" for name in (*called, *(j.name for j in self.joins)))
+        names = (*(k.name for k in self.wrapped), *(j.name for j in self.joins))
+        return tuple(f"{name}_forward" for name in names)
 
     @property
     def by_name(self) -> Mapping[str, Kernel]:

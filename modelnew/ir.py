@@ -333,6 +333,15 @@ def kernels_of(step: Step) -> tuple[Pointwise, ...]:
             return ()
 
 
+def users_of(graph: Graph) -> dict[str, list[Node]]:
+    """By value, the nodes that read it, each once, in program order."""
+    users: dict[str, list[Node]] = {}
+    for node in graph.nodes:
+        for name in dict.fromkeys(node.reads):
+            users.setdefault(name, []).append(node)
+    return users
+
+
 def step_reads(step: Step) -> tuple[str, ...]:
     match step:
         case Pointwise() | Joined():

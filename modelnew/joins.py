@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from modelnew import ops
-from modelnew.ir import Arg, Argument, Graph, Node, Ref, Tensor
-from modelnew.names import renamed
+from modelnew.ir import Arg, Argument, Graph, Node, Ref, Tensor, users_of
+from modelnew.names import renamed, unused
 
 # What all parts read travels with one launch, in 4 KB (contexts.Join.merged); more parts, each with
 # a launch of its own, would cost the host more than the copy that they save. Not measured.
@@ -62,7 +62,7 @@ class _Walk:
         self.makers: dict[str, Node] = {}
         self.taken = {*graph.tensors, *(node.result for node in graph.nodes)}
         self.parts: dict[str, _Parts] = {}
-        self.users = _users(graph)
+        self.users = users_of(graph)
 
     def walked(self) -> Graph:
         for node in self.graph.nodes:
@@ -87,10 +87,7 @@ class _Walk:
 
     def _is_pointwise(self, node: Node) -> bool:
         op = ops.find(node)
-        plain = op is not None and not (
-            op.channel or op.single or op.same or op.dense_result or op.placed
-        )
-        return plain and ops.why_not(node, self.graph) is None
+        return op is not None and op.uniform and ops.why_not(node, self.graph) is None
 
     # --- concatenations ---------------------------------------------------------------------
 
@@ -115,7 +112,7 @@ class _Walk:
         for name in node.reads:
             tensor = self.graph.tensors[name]
             shape = (*tensor.shape[:dim], 1, *tensor.shape[dim:])
-            made = Tensor(self._fresh(f"{name}_unsqueeze"), shape, tensor.dtype)
+            made = Tensor(unused(f"{name}_unsqueeze", self.taken), shape, tensor.dtype)
             args = (Argument("self", Ref(name)), Argument("dim", dim))
             self._append(_view("aten.unsqueeze.default", made, args, node))
             names.append(made.name)
@@ -184,7 +181,9 @@ class _Walk:
             shape = list(node.outputs[0].shape)
             like = self.graph.tensors[split.names[at]].shape
             shape[split.dim] = like[split.dim]
-            made = Tensor(self._fresh(f"{node.result}_{at}"), tuple(shape), node.outputs[0].dtype)
+            made = Tensor(
+                unused(f"{node.result}_{at}", self.taken), tuple(shape), node.outputs[0].dtype
+            )
             names.append(made.name)
             yield replace(renamed(node, parts), result=made.name, outputs=(made,))
         args = (Argument("tensors", tuple(map(Ref, names))), Argument("dim", split.dim))
@@ -201,7 +200,7 @@ class _Walk:
         shape = list(tensor.shape)
         if tensor.shape[dim] > 1:
             shape[dim] = self.graph.tensors[split.names[at]].shape[split.dim]
-        made = Tensor(self._fresh(f"{operand}_part"), tuple(shape), tensor.dtype)
+        made = Tensor(unused(f"{operand}_part", self.taken), tuple(shape), tensor.dtype)
         sizes: Arg = tuple(map(Ref, split.sizes))
         values = (Ref(operand), dim - len(tensor.shape), sizes, at)
         names = ("self", "dim", "like", "at")
@@ -212,13 +211,6 @@ class _Walk:
     def _is_own(self, name: str) -> bool:
         """Whether a value is the model's own, of the size that it had in the trace."""
         return self.graph.bindings.get(name, "").startswith("self.")
-
-    def _fresh(self, name: str) -> str:
-        count, unique = 1, name
-        while unique in self.taken:
-            count, unique = count + 1, f"{name}_{count}"
-        self.taken.add(unique)
-        return unique
 
 
 def _view(op: str, made: Tensor, args: tuple[Argument, ...], node: Node) -> Node:
@@ -232,7 +224,7 @@ def with_own_parts(graph: Graph) -> Graph:
 
     A value that other kernels compute as well they compute again: that takes no memory traffic.
     """
-    users = _users(graph)
+    users = users_of(graph)
     makers: dict[str, Node] = {}
     nodes: list[Node] = []
     tensors = dict(graph.tensors)
@@ -258,18 +250,10 @@ def with_own_parts(graph: Graph) -> Graph:
     return replace(graph, tensors=tensors, nodes=tuple(nodes))
 
 
-def _users(graph: Graph) -> Mapping[str, list[Node]]:
-    users: dict[str, list[Node]] = {}
-    for node in graph.nodes:
-        for name in dict.fromkeys(node.reads):
-            users.setdefault(name, []).append(node)
-    return users
-
-
 def parts_of(graph: Graph) -> Mapping[str, str]:
     """By value that nothing else needs, the concatenation whose part it is."""
     return {
         name: using[0].result
-        for name, using in _users(graph).items()
+        for name, using in users_of(graph).items()
         if len(using) == 1 and name not in graph.results and is_join(using[0], graph)
     }

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 from modelnew.ir import Arg, Node
 
-# The number of dimensions that a padding of each name is for.
-_REFLECTED = {f"reflection_pad{n}d": n for n in (1, 2, 3)}
-_REPLICATED = {f"replication_pad{n}d": n for n in (1, 2, 3)}
+_REFLECTED = tuple(f"reflection_pad{n}d" for n in (1, 2, 3))
+_REPLICATED = tuple(f"replication_pad{n}d" for n in (1, 2, 3))
 # Those and others that move elements, as they are called by themselves.
 COPIES = (
     "cat", "clone", "constant_pad_nd", "contiguous", "gather", "index", "index_select", "pad",
@@ -86,9 +85,14 @@ def moves(node: Node) -> tuple[Move, ...]:
     if len(node.outputs) != 1 or len(node.reads) != 1:
         return ()
     found, rank = tuple(_moves(node)), len(node.outputs[0].shape)
-    inside = all(0 <= move.first <= move.grown for move in found if move.rule not in SAME_SIZE)
+    adds = all(map(_adds, found))
     own = rank > 0 and len({move.dim % rank for move in found}) == len(found)
-    return found if inside and own else ()
+    return found if adds and own else ()
+
+
+def _adds(move: Move) -> bool:
+    """Whether it takes no elements away."""
+    return move.rule in SAME_SIZE or 0 <= move.first <= move.grown
 
 
 def _moves(node: Node) -> Iterator[Move]:
@@ -117,8 +121,7 @@ def padding(pad: Arg) -> tuple[Move, ...]:
     """The dimensions along which a padding with one value adds elements; empty where it takes
     some away or where its amounts are no constants."""
     found = tuple(_padded("padding", _integers(pad)))
-    inside = all(0 <= move.first <= move.grown for move in found)
-    return tuple(move for move in found if move.grown) if inside else ()
+    return tuple(move for move in found if move.grown) if all(map(_adds, found)) else ()
 
 
 def _padded(rule: str, amounts: tuple[int, ...]) -> Iterator[Move]:

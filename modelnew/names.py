@@ -16,6 +16,15 @@ def renamed(node: Node, names: Mapping[str, str]) -> Node:
     return replace(node, args=args, mutates=mutates, views=views)
 
 
+def unused(name: str, taken: set[str]) -> str:
+    """`name`, with a number where it is taken; it is taken from now on."""
+    count, free = 1, name
+    while free in taken:
+        count, free = count + 1, f"{name}_{count}"
+    taken.add(free)
+    return free
+
+
 def with_results(graph: Graph, names: Mapping[str, str]) -> Graph:
     """`graph` with what it returns and leaves behind under its new names."""
     assigned = tuple((text, Ref(names.get(ref.name, ref.name))) for text, ref in graph.assigned)

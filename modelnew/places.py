@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from modelnew import ops
-from modelnew.ir import Argument, Graph, Node, Ref
+from modelnew.ir import Argument, Graph, Node, Ref, users_of
 from modelnew.joins import is_join
 from modelnew.moves import padding
 
@@ -18,20 +18,18 @@ _TRIANGLES = {"aten.tril.default": "lower_triangle", "aten.triu.default": "upper
 
 def with_places(graph: Graph) -> Graph:
     """`graph` with those triangles and paddings that a kernel can take in as steps of ours."""
-    users: dict[str, list[Node]] = {}
-    for node in graph.nodes:
-        for name in dict.fromkeys(node.reads):
-            users.setdefault(name, []).append(node)
+    users = users_of(graph)
     makers = {node.result: node for node in graph.nodes}
     nodes: list[Node] = []
     tensors = dict(graph.tensors)
     for node in graph.nodes:
+        using = users.get(node.result, ())
         beside = bool(node.reads) and (
             _is_computed(node.reads[0], makers, graph)
-            or any(ops.why_not(user, graph) is None for user in users.get(node.result, ()))
+            or any(ops.why_not(user, graph) is None for user in using)
         )
-        beside = beside and not any(is_join(user, graph) for user in users.get(node.result, ()))
-        made = _placed(node) if beside and _is_floating(node) else [node]
+        part = any(is_join(user, graph) for user in using)
+        made = _placed(node) if beside and not part and _is_floating(node) else [node]
         tensors.update((tensor.name, tensor) for step in made for tensor in step.outputs)
         nodes += made
     return replace(graph, tensors=tensors, nodes=tuple(nodes))

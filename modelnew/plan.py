@@ -33,6 +33,7 @@ from modelnew.ir import (
     Tensor,
     step_reads,
     step_writes,
+    users_of,
 )
 from modelnew.joins import parts_of
 from modelnew.layout import Layouts, choose
@@ -208,12 +209,8 @@ class _Grouping:
         return epochs
 
     def _users(self) -> dict[str, list[str]]:
-        users: dict[str, list[str]] = {name: [] for name in self.nodes}
-        for node in self.graph.nodes:
-            for name in dict.fromkeys(node.reads):
-                if name in users:
-                    users[name].append(node.result)
-        return users
+        users = users_of(self.graph)
+        return {name: [user.result for user in users.get(name, ())] for name in self.nodes}
 
     def _is_root(self, node: Node) -> bool:
         if node.result in self.results:

@@ -205,7 +205,6 @@ def _cpp(made: contexts.Module, options: Options) -> str:
     template = _environment().get_template("pointwise.cpp.jinja")
     broadcast = _broadcast(made)
     kernels = made.kernels
-    called = [k for k in kernels if k.name in made.called]
     written = [k for k in made.launched if k.name not in made.called]
     joined = _environment().get_template("joined.cpp.jinja")
     supported = " || ".join(f"dtype == {d.at_type}" for d in dtypes)
@@ -225,12 +224,12 @@ def _cpp(made: contexts.Module, options: Options) -> str:
             moved=moved,
             merged=any(j.merged for j in made.joins),
             halves=any(k.halves for k in kernels),
-            several=any(k.promoted for k in called),
+            several=any(k.promoted for k in made.wrapped),
             numbers=any(k.numbers for k in kernels),
             dtypes=dtypes,
             supported=supported,
         ),
-        *(template.render(k=k, broadcast=broadcast) for k in called),
+        *(template.render(k=k, broadcast=broadcast) for k in made.wrapped),
         *(f"{k.launch_signature};\n" for k in written),
         *(joined.render(j=j) for j in made.joins),
     ]

@@ -49,29 +49,57 @@ class Strides:
         return bool(self.graph.strides) or any(node.packet in PERMUTING for node in nodes)
 
     @cached_property
-    def _values(self) -> Mapping[str, Any]:
-        return values_of(self.graph)
+    def _values(self) -> Lying:
+        return Lying(self.graph)
 
 
-def values_of(graph: Graph) -> dict[str, Any]:
-    """A tensor without memory for every value, or several; library calls give contiguous ones."""
-    values: dict[str, Any] = {}
-    for name, tensor in graph.tensors.items():
-        values[name] = torch.empty(tensor.shape, dtype=_dtype(tensor.dtype), device="meta")
-        if name in graph.strides:
-            values[name] = values[name].as_strided(tensor.shape, graph.strides[name])
-    for node in graph.nodes:
-        if node.views or ops.why_not(node, graph) is None:
-            found = result_of(node, values)
-            if isinstance(found, torch.Tensor | list | tuple):
-                values[node.result] = found
-    return values
+class Lying:
+    """By name, a tensor without memory that lies as a value does, or several of a call that gives a
+    list; those of library calls are contiguous. Only what is asked for is worked out."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.makers = {node.result: node for node in graph.nodes}
+        self.known: dict[str, Any] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.graph.tensors or name in self.makers
+
+    def __getitem__(self, name: str) -> Any:
+        waiting = [name]  # a chain of operators may be longer than Python lets calls nest
+        while waiting:
+            last = waiting[-1]
+            node = None if last in self.known else self._maker(last)
+            below = [read for read in node.reads if read not in self.known] if node else []
+            waiting += below
+            if not below:
+                waiting.pop()
+                if last not in self.known:
+                    self.known[last] = self._made(last, node)
+        return self.known[name]
+
+    def _maker(self, name: str) -> Node | None:
+        """The view or pointwise operator that makes a value."""
+        node = self.makers.get(name)
+        known = node and (node.views or ops.why_not(node, self.graph) is None)
+        return node if known else None
+
+    def _made(self, name: str, node: Node | None) -> Any:
+        found = result_of(node, self.known) if node else None
+        if isinstance(found, torch.Tensor | list | tuple):
+            return found
+        tensor = self.graph.tensors.get(name)
+        if tensor is None:  # the list that a library call gives
+            return None
+        value = torch.empty(tensor.shape, dtype=_dtype(tensor.dtype), device="meta")
+        strides = self.graph.strides.get(name)
+        return value if strides is None else value.as_strided(tensor.shape, strides)
 
 
 def result_of(node: Node, values: Mapping[str, Any]) -> Any:
     """What a call gives for tensors without memory; None where PyTorch cannot say, and for an item
     of a library call's list, which has no value here."""
-    if any(name not in values for name in node.reads):
+    if any(values[name] is None for name in node.reads):
         return None
     try:
         return call(node.with_values(map(_traced, node.values)), values, {"torch": torch})

@@ -19,8 +19,8 @@ from modelnew import ops
 from modelnew.ir import Argument, Graph, Node, Ref, Tensor
 from modelnew.joins import is_join
 from modelnew.moves import moves
-from modelnew.names import renamed
-from modelnew.strides import result_of, values_of
+from modelnew.names import renamed, unused
+from modelnew.strides import Lying, result_of
 
 # Views that strides alone give, of any tensor.
 STRIDED = (
@@ -97,9 +97,7 @@ class _Sweep:
         """Whether views of this value, and nothing but pointwise operators, need it."""
         op = ops.find(node)
         views = self._views_of(node.result)
-        if op is None or not views or not self._is_pointwise(node):
-            return False
-        if op.channel or op.single or op.dense_result or op.placed:
+        if op is None or not op.uniform or not views or not self._is_pointwise(node):
             return False
         if not self._feeds_kernels(node.result):
             return False
@@ -136,7 +134,7 @@ class _Sweep:
         return replace(self.graph, tensors=self.tensors)
 
     def _is_pointwise(self, node: Node) -> bool:
-        return ops.find(node) is not None and ops.why_not(node, self._now()) is None
+        return ops.why_not(node, self._now()) is None
 
     def _views_all_operands(self, view: Node, node: Node) -> bool:
         """Whether the view of each operand is one, once they are as large as the result."""
@@ -164,17 +162,18 @@ class _Sweep:
 
     def _lies(self, name: str) -> Any:
         """A tensor without memory that lies as a value does at the traced sizes, or several."""
-        if name not in self.lying:
-            node = self.makers[name]
-            found = result_of(node, {read: self._lies(read) for read in node.reads})
-            if found is None and name in self.tensors:
-                found = torch.empty(self.tensors[name].shape, device="meta")
-            self.lying[name] = found
-        return self.lying[name]
+        if name in self.lying:
+            return self.lying[name]
+        node = self.makers[name]  # made since
+        found = result_of(node, {read: self._lies(read) for read in node.reads})
+        if found is None and name in self.tensors:
+            found = torch.empty(self.tensors[name].shape, device="meta")
+        self.lying.known[name] = found
+        return found
 
     @cached_property
-    def lying(self) -> dict[str, Any]:
-        return values_of(self.graph)
+    def lying(self) -> Lying:
+        return Lying(self.graph)
 
     def _as_large(self, node: Node) -> str | None:
         """A value in memory below `node` that has the shape of its result."""
@@ -223,7 +222,7 @@ class _Sweep:
         resizing = view.packet in RESIZING or bool(moves(view))
         open_size = resizing and len(self.graph.inputs) > 1
         if tensor.shape != shape or (open_size and self._origin(name) != like):
-            grown = Tensor(self._fresh(f"{name}_expand_as"), shape, tensor.dtype)
+            grown = Tensor(unused(f"{name}_expand_as", self.taken), shape, tensor.dtype)
             args = (Argument("self", Ref(name)), Argument("other", Ref(like)))
             made.append(Node("aten.expand_as.default", grown.name, args, (grown,), views=(name,),
                              source=node.source))  # fmt: skip
@@ -235,7 +234,7 @@ class _Sweep:
     def _again(self, node: Node, name: str, tensor: Tensor) -> Node:
         """The same view of the value `name`, which has the dtype of `tensor`."""
         what = node.value("index") if node.op == ITEM else node.packet
-        result = self._fresh(f"{name}_{what}")
+        result = unused(f"{name}_{what}", self.taken)
         outputs = tuple(Tensor(result, t.shape, tensor.dtype) for t in node.outputs)
         self.tensors.update((t.name, t) for t in outputs)
         made = _of_any(renamed(node, {node.reads[0]: name}))
@@ -251,13 +250,6 @@ class _Sweep:
 
     def _place(self, node: Node) -> int:
         return next(i for i, n in enumerate(self.nodes) if n is node)
-
-    def _fresh(self, name: str) -> str:
-        count, unique = 1, name
-        while unique in self.taken:
-            count, unique = count + 1, f"{name}_{count}"
-        self.taken.add(unique)
-        return unique
 
 
 def _of_any(view: Node) -> Node:

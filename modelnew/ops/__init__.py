@@ -60,6 +60,12 @@ class Op:
     def names(self) -> tuple[str, ...]:
         return tuple(self.params.split())
 
+    @property
+    def uniform(self) -> bool:
+        """Whether an element of the result is the same wherever it is, and lies as operands do."""
+        placed = self.channel or self.single or self.same or self.placed
+        return not (placed or self.dense_result)
+
     def values(self, node: Node) -> Values:
         """The node's arguments under the row's own names."""
         return {name: arg.value for name, arg in zip(self.names, node.args, strict=False)}
