@@ -14,7 +14,7 @@ DEVICE_HEADERS = $(sort $(shell grep -rL --include='*.cuh' '{[{%]' templates/dev
 
 .DEFAULT_GOAL := all
 .DELETE_ON_ERROR:
-.PHONY: all test check verify bench accuracy lint format clean help environment
+.PHONY: all test check verify bench accuracy products lint format clean help environment
 
 ifeq ($(strip $(PYTHON)),)
 override PYTHON := $(VENV)/bin/python
@@ -48,6 +48,9 @@ bench: environment ## time every solution, into benchmarks/reference_models.json
 
 accuracy: environment ## measure every operator's error, into benchmarks/accuracy.* (needs a GPU)
 	$(PYTHON) tests/accuracy.py --json benchmarks/accuracy.json
+
+products: environment ## time and judge float32 products, into benchmarks/products.* (needs a GPU)
+	$(PYTHON) tests/products.py --json benchmarks/products.json
 
 lint: environment ## ruff, mypy and clang-format, changing nothing
 	$(PYTHON) -m ruff check $(SOURCES)

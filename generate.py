@@ -49,6 +49,11 @@ algebra_option = click.option(
     help="Also rewrites what is the same in real arithmetic, such as a sum of a product as a "
     "product of sums; the file says so, and its results are reported apart.",
 )  # fmt: skip
+matmul_option = click.option(
+    "--matmul", type=click.Choice(["split", "library"]), default="split", show_default=True,
+    help="Large products in float32: by split float16 products with what follows them in one "
+    "kernel, or PyTorch's.",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -151,9 +156,10 @@ def main() -> None:
 @click.option("--dtypes", default="float32,float16,bfloat16", show_default=True)
 @click.option("--target", default="h200", show_default=True, help="GPU to tune launches for.")
 @algebra_option
+@matmul_option
 def render(
     paths: Sequence[Path], out: Path, settings: Sequence[str], check: bool, diff: bool,
-    dtypes: str, target: str, algebra: bool,
+    dtypes: str, target: str, algebra: bool, matmul: str,
 ) -> None:  # fmt: skip
     """Writes a solution file for every reference model."""
     from modelnew import pipeline
@@ -168,7 +174,8 @@ def render(
             failed += _fail(f"{path}: another reference of this call has this name: rename one")
             continue
         taken.add(path.name)
-        make = partial(pipeline.generate, path, overrides, chosen, algebra=algebra)
+        make = partial(pipeline.generate, path, overrides, chosen, algebra=algebra,
+                       matmul=matmul)  # fmt: skip
         made = _attempt(path, make)
         if made is None:
             failed += 1
@@ -192,14 +199,16 @@ def render(
 @paths_argument
 @set_option
 @algebra_option
-def explain(paths: Sequence[Path], settings: Sequence[str], algebra: bool) -> None:
+@matmul_option
+def explain(paths: Sequence[Path], settings: Sequence[str], algebra: bool, matmul: str) -> None:
     """Shows the plan: a row a region, and what stayed a library call and why."""
     from modelnew import pipeline
     from modelnew.explain import explain as text
 
     overrides, failed = _settings(settings), 0
     for path in _references(paths):
-        made = _attempt(path, partial(pipeline.planned, path, overrides, algebra=algebra))
+        make = partial(pipeline.planned, path, overrides, algebra=algebra, matmul=matmul)
+        made = _attempt(path, make)
         failed += made is None
         if made is not None:
             click.echo(text(*made))

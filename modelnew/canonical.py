@@ -8,7 +8,7 @@ of its own where a kernel can take it in.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from modelnew import ops
@@ -17,6 +17,7 @@ from modelnew.joins import with_joins_late, with_own_parts
 from modelnew.layout import CONVOLUTIONS
 from modelnew.names import renamed, with_results
 from modelnew.places import with_places
+from modelnew.products import taken
 from modelnew.views import with_views_early
 
 # Calls that return their operand, or a copy nobody can tell from it unless one is written to.
@@ -55,13 +56,16 @@ EXTREMES = {"aten.max.dim": "aten.amax.default", "aten.min.dim": "aten.amin.defa
 STATEFUL = ("batch_norm", "instance_norm")
 
 
-def canonical(graph: Graph, by_place: bool = True) -> Graph:
+def canonical(graph: Graph, split: bool = False, by_place: bool = True) -> Graph:
     """`graph` in one form; its meaning, results and state are the same.
 
-    With `by_place` what depends on where an element is may be a kernel's step.
+    With `split` products are ours where that pays, with `by_place` what depends on where an element
+    is may be a kernel's step.
     """
-    graph = _without_dead(_with_numbers(_functional(_without_aliases(graph))))
-    graph = with_places(graph) if by_place else graph
+    graph = _without_aliases(graph)
+    ours = {node.result for node in graph.nodes if split and taken(node, graph)}
+    graph = _without_dead(_with_numbers(_functional(graph, ours)))
+    graph = with_places(graph, ours) if by_place else graph
     graph = _without_dead(with_joins_late(with_views_early(graph)))
     graph = with_own_parts(with_views_early(graph))
     return with_bias_apart(_counting_at_once(_without_places(graph)))
@@ -98,14 +102,15 @@ def _under_one_name(node: Node) -> Node:
     return replace(node, op=f"{namespace}.{known}{in_place}.{overload}")
 
 
-def _functional(graph: Graph) -> Graph:
+def _functional(graph: Graph, ours: Collection[str]) -> Graph:
     """In-place calls on a value that nothing else can see, as calls that make a new value.
 
-    That is the result of a call known to return memory of its own, used by such calls alone. Any
-    other in-place call stays as it is, and nothing is moved across it.
+    That is the result of a call known to return memory of its own, as kernels of ours do, used by
+    such calls alone. Any other in-place call stays as it is, and nothing is moved across it.
     """
-    owned = {node.result for node in graph.nodes if _keeps_apart(node) and not node.mutates}
-    shared = {name for node in graph.nodes if not _keeps_apart(node) for name in node.reads}
+    apart = {n.result for n in graph.nodes if n.result in ours or _keeps_apart(n)}
+    owned = {node.result for node in graph.nodes if node.result in apart and not node.mutates}
+    shared = {name for node in graph.nodes if node.result not in apart for name in node.reads}
     names: dict[str, str] = {}
     nodes = []
     for node in graph.nodes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from modelnew.formula import WIDTH
 from modelnew.ir import DTYPE_BYTES
@@ -64,6 +64,7 @@ class Operand:
     staged: bool = False
     behind: int = 0
     maps: tuple[Mapped, ...] = ()
+    given: bool = False  # as a pack: the product whose epilogue it is read in
 
     @property
     def moved(self) -> str:
@@ -156,6 +157,43 @@ class Scalar:
 
 
 @dataclass(frozen=True)
+class Factors:
+    """The two operands of `product`, which ATen's operator `op` multiplies: of linear the second is
+    [columns, k], else [k, columns]. See contractions for `triangle` and `bias`."""
+
+    product: str
+    first: str
+    second: str
+    op: str
+    triangle: tuple[int, int] | None = None
+    bias: str | None = None
+
+    @property
+    def linear(self) -> bool:
+        return self.op == "linear"
+
+    @property
+    def call(self) -> str:
+        """PyTorch's own product, with the bias where there is one."""
+        if self.linear:
+            return "at::linear"
+        return {"mm": "at::addmm", "bmm": "at::baddbmm"}[self.op] if self.bias else "at::matmul"
+
+    @property
+    def multiplied(self) -> str:
+        """C++ that calls it."""
+        operands = [self.first, self.second]
+        if self.bias:
+            operands.insert(2 if self.linear else 0, self.bias)
+        return f"{self.call}({', '.join(operands)})"
+
+    @property
+    def lines(self) -> str:
+        """C++ for the rows and the columns that are multiplied."""
+        return f"{self.first}, {self.second}{'' if self.linear else '.mT()'}"
+
+
+@dataclass(frozen=True)
 class Kernel:
     """The context of pointwise.cu.jinja and pointwise.cpp.jinja."""
 
@@ -172,6 +210,43 @@ class Kernel:
     dense: bool = False
     same: tuple[tuple[str, str], ...] = ()
     packs: int = 1
+    factors: Factors | None = None
+
+    @property
+    def product(self) -> Operand | None:
+        """The product whose epilogue the kernel is."""
+        name = self.factors.product if self.factors else None
+        return next((o for o in self.inputs if o.value == name), None)
+
+    @property
+    def epilogue(self) -> Kernel:
+        """The kernel where it is given the product."""
+        return replace(self, inputs=tuple(replace(o, given=o == self.product) for o in self.inputs))
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether it does nothing to the product."""
+        return len(self.outputs) == len(self.inputs) == len(self.statements) == 1 and (
+            self.statements[0].expr == self.inputs[0].value
+        )
+
+    @property
+    def product_signature(self) -> str:
+        parameters = f"const Problem& problem, const Operands& ops{self.parameters}"
+        return _signature(f"{self.name}_product", f"{parameters}, cudaStream_t stream")
+
+    @property
+    def product_arguments(self) -> str:
+        return ", ".join(["factors.problem", "pieces[0]", *self._further, "stream"])
+
+    @property
+    def epilogue_arguments(self) -> str:
+        return ", ".join(["marked", *self._further])
+
+    @property
+    def others(self) -> str:
+        """What is read beside the product."""
+        return ", ".join(o.value for o in self.inputs if o != self.product)
 
     @property
     def operands(self) -> tuple[Operand, ...]:
@@ -285,7 +360,9 @@ class Kernel:
 
     @property
     def forward_signature(self) -> str:
-        tensors = [f"at::Tensor {o.value}" for o in self.inputs]
+        made_of = (self.factors.first, self.factors.second) if self.factors else ()
+        read = (o.value for o in self.inputs if o != self.product)
+        tensors = [f"at::Tensor {name}" for name in dict.fromkeys((*made_of, *read))]
         tensors += [f"const at::Tensor& {name}" for name in self.more_like]
         tensors += [f"bool {TOLD}"] if self.format.startswith(TOLD) else []
         parameters = ", ".join([*tensors, *(f"double {s.name}" for s in self.scalars)])

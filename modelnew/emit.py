@@ -14,6 +14,7 @@ from modelnew.contexts import (
     MASK_READ,
     MASK_TYPE,
     TOLD,
+    Factors,
     Join,
     Kernel,
     Module,
@@ -21,8 +22,9 @@ from modelnew.contexts import (
     Scalar,
     Statement,
 )
-from modelnew.formula import formula
-from modelnew.ir import Arg, Joined, Live, Node, Plan, Pointwise, Ref, Tensor
+from modelnew.contractions import bias, triangle
+from modelnew.formula import contraction_formula, formula
+from modelnew.ir import Arg, Contraction, Joined, Live, Node, Plan, Pointwise, Ref, Tensor
 from modelnew.joins import join_dim
 from modelnew.layout import CHANNELS_LAST
 from modelnew.moves import Mapped, Move, moves
@@ -47,16 +49,27 @@ RESERVED = frozenset([
 SUFFIXES = ("", "_like", "_pack", "_dtype")
 # Further ones of those that go by tiles.
 TILED = ("tiles", "extent", "cell", "locate", "load", "load_staged", "stage", "cell_at", "pack_at")
+# Further ones of products.
+MULTIPLIED = ("factors", "problem", "pieces", "workspace", "marked", "multiply")
 # Further ones of those that write a concatenation.
 JOINED = ("empty_joined", "places", "places_in")
 
 
 def module(plan: Plan) -> Module:
     """What the file of `plan` compiles."""
-    steps = [step for made in plan.modes for step in made.steps]
-    called = frozenset(step.name for step in steps if isinstance(step, Pointwise))
-    joins = {step.name: step for step in steps if isinstance(step, Joined)}
-    return Module(tuple(map(kernel, plan.kernels)), called, tuple(map(join, joins.values())))
+    kernels: dict[str, Pointwise | Contraction] = {}
+    joins: dict[str, Joined] = {}
+    called = set()
+    for step in (step for made in plan.modes for step in made.steps):
+        match step:
+            case Pointwise() | Contraction():
+                kernels[step.name] = step
+                called.add(step.name)
+            case Joined():
+                joins[step.name] = step
+                kernels |= {part.name: part for part in step.parts}
+    contexts = (kernel(k) if isinstance(k, Pointwise) else contraction(k) for k in kernels.values())
+    return Module(tuple(contexts), frozenset(called), tuple(map(join, joins.values())))
 
 
 @dataclass
@@ -68,7 +81,7 @@ class _Scope:
     values: dict[str, str]
 
 
-def _scope(step: Pointwise | Joined, reserved: Iterable[str]) -> _Scope:
+def _scope(step: Pointwise | Joined | Contraction, reserved: Iterable[str]) -> _Scope:
     names = _Names(reserved)
     live = {s.text: names.fresh(_scalar_name(s.text)) for s in step.scalars}
     values = {access.tensor.name: names.fresh(access.tensor.name) for access in step.reads}
@@ -83,6 +96,21 @@ def join(step: Joined) -> Join:
     outputs = {o.value: o for part in parts for o in part.outputs}
     places = tuple(outputs[scope.values[name]] for name in step.node.reads)
     return Join(step.name, value, join_dim(step.node), parts, places)
+
+
+def contraction(step: Contraction) -> Kernel:
+    """The template context of a product with its epilogue: that of a kernel which reads it."""
+    scope = _scope(step, MULTIPLIED + (TILED if step.epilogue.across else ()))
+    product = scope.names.fresh(step.node.result)
+    scope.values[step.node.result] = product
+    first, second = (scope.values[tensor.name] for tensor in step.operands)
+    added = bias(step)
+    factors = Factors(
+        product, first, second, step.node.packet, triangle(step),
+        scope.values[added] if added else None,
+    )  # fmt: skip
+    made = kernel(replace(step.epilogue, name=step.name), scope)
+    return replace(made, factors=factors, formula=contraction_formula(step))
 
 
 def kernel(step: Pointwise, scope: _Scope | None = None) -> Kernel:

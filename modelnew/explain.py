@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from modelnew import render, tune
-from modelnew.formula import formula
-from modelnew.ir import Guard, Joined, Library, Plan, Pointwise, kernels_of
+from modelnew import summary, tune
+from modelnew.formula import contraction_formula, formula
+from modelnew.ir import Contraction, Guard, Joined, Library, Plan, Pointwise, kernels_of
+from modelnew.products import sizes
 from modelnew.reference import Reference
 
 
@@ -20,26 +21,31 @@ def page(plan: Plan) -> str:
     if not plan.kernels:
         lines += ["  no kernel was generated: every step is a call of PyTorch's own operators", ""]
     for made in plan.modes:
-        lines += [f"  {render.mode_text(made)}", ""] if plan.other else []
+        lines += [f"  {summary.mode_text(made)}", ""] if plan.other else []
         lines += [*_steps(made), "", *_held(made), ""]
     return "\n".join(line.rstrip() for line in lines[:-1]) + "\n"
 
 
 def _steps(plan: Plan) -> list[str]:
     """The table of the steps, each kernel's maths, and why each library call is one."""
-    lines = [*render.rows(plan)]
+    lines = [*summary.rows(plan)]
     calls: dict[tuple[str, str], list[str]] = {}
     uses: dict[str, list[Pointwise]] = {}
+    products: dict[str, list[Contraction]] = {}
     for step in plan.steps:
         match step:
             case Pointwise() | Joined():
                 for kernel in kernels_of(step):
                     uses.setdefault(kernel.name, []).append(kernel)
+            case Contraction():
+                products.setdefault(step.name, []).append(step)
             case Library():
                 where = step.node.source.text if step.node.source else ""
                 calls.setdefault((step.node.op, step.why), []).append(where)
     for steps in uses.values():
         lines += ["", *_kernel(steps[0], len(steps))]
+    for same in products.values():
+        lines += ["", *_product(same[0], len(same))]
     for (op, why), places in calls.items():
         lines += ["", f"  PyTorch {op}: {why}"]
         lines += [
@@ -70,6 +76,17 @@ def _kernel(step: Pointwise, count: int) -> list[str]:
             f"    writes {step.layout}; what lies otherwise is read by tiles through shared memory"
         )
     return lines
+
+
+def _product(step: Contraction, count: int) -> list[str]:
+    """A product and what follows it, for the first of the steps that one kernel does."""
+    reads = ", ".join(f"{a.tensor.name} {a.tensor.dtype}{list(a.tensor.shape)}" for a in step.reads)
+    return [
+        f"  product {step.name}" + (f", {count} times; the first:" if count > 1 else ""),
+        *(f"    {line}" for line in contraction_formula(step)),
+        f"    {sizes(step)}",
+        f"    reads {reads}",
+    ]
 
 
 def _held(plan: Plan) -> list[str]:

@@ -7,10 +7,12 @@ import textwrap
 from collections.abc import Mapping, Sequence
 
 from modelnew import ops
-from modelnew.ir import Arg, Joined, Live, Node, Pointwise, Ref
+from modelnew.ir import Arg, Contraction, Joined, Live, Node, Pointwise, Ref
 from modelnew.joins import join_dim
 
 WIDTH = 100
+# What the steps that are kernels of ours are called.
+KINDS = {Pointwise: "kernel", Joined: "kernels", Contraction: "product"}
 DEPTH = 9  # deeper, a formula names the kernel's own intermediate values
 
 
@@ -54,6 +56,28 @@ def joined_formula(step: Joined) -> tuple[str, ...]:
     parts = ", ".join(step.node.reads)
     whole = f"{step.node.result} = {parts} along dimension {join_dim(step.node)}"
     return (*(line for part in step.parts for line in formula(part)), whole)
+
+
+def step_formula(step: Pointwise | Joined | Contraction) -> tuple[str, ...]:
+    """What the kernels of a step compute, for a reader."""
+    match step:
+        case Pointwise():
+            return formula(step)
+        case Joined():
+            return joined_formula(step)
+        case Contraction():
+            return contraction_formula(step)
+
+
+def contraction_formula(step: Contraction) -> tuple[str, ...]:
+    """The product, then the formulas of what follows it."""
+    left, right = (tensor.name for tensor in step.operands)
+    turned = ".T" if step.node.packet == "linear" else ""
+    product, bare = f"{left} @ {right}{turned}", step.epilogue.body.results
+    nodes = step.epilogue.body.statements
+    if len(nodes) == 1 and nodes[0].packet == "clone":
+        return (f"{bare[0]} = {product}",)
+    return f"{step.node.result} = {product}", *formula(step.epilogue)
 
 
 def shortened(lines: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ from textwrap import wrap
 
 from modelnew.contexts import Kernel
 from modelnew.formula import WIDTH
-from modelnew.ir import Joined, Library, Output, Plan, Pointwise, Ref
+from modelnew.ir import Contraction, Joined, Library, Output, Plan, Pointwise, Ref
 from modelnew.layout import AT_TRACED_SIZES, CHANNELS_LAST
 from modelnew.library import Fronts, call_line
 from modelnew.lifetimes import frees
@@ -25,17 +25,22 @@ def forward_lines(plan: Plan, kernels: Mapping[str, Kernel]) -> list[str]:
         match step:
             case Pointwise():
                 lines.append(_kernel_call(step, kernels[step.name], bindings, told))
-            case Joined():
-                tensors = [bindings.get(a.base, a.base) for a in step.reads]
-                numbers = [scalar.text for scalar in step.scalars]
-                args = ", ".join([f"_cuda.{step.name}_forward", *tensors, *numbers])
-                lines.append(f"{step.node.result} = _run({args})")
+            case Joined() | Contraction():
+                lines.append(_call(step, bindings))
             case Library():
                 lines.append(call_line(step.node, plan.graph, fronts))
     for text, ref in plan.graph.assigned:
         lines.append(f"{text} = {_result_text(ref, bindings)}")
     lines.append(f"return {_result_text(plan.graph.output, bindings)}")
     return with_shortcuts(lines, bindings.values())
+
+
+def _call(step: Joined | Contraction, bindings: Mapping[str, str]) -> str:
+    results = step.epilogue.body.results if isinstance(step, Contraction) else (step.node.result,)
+    tensors = [bindings.get(access.base, access.base) for access in step.reads]
+    numbers = [scalar.text for scalar in step.scalars]
+    args = ", ".join([f"_cuda.{step.name}_forward", *tensors, *numbers])
+    return f"{', '.join(results)} = _run({args})"
 
 
 def _kernel_call(step: Pointwise, k: Kernel, bindings: Mapping[str, str], told: str) -> str:

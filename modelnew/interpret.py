@@ -13,7 +13,19 @@ from typing import Any
 import torch
 from torch._prims_common import suggest_memory_format
 
-from modelnew.ir import Arg, Joined, Library, Literal, Live, Node, Output, Plan, Pointwise, Ref
+from modelnew.ir import (
+    Arg,
+    Contraction,
+    Joined,
+    Library,
+    Literal,
+    Live,
+    Node,
+    Output,
+    Plan,
+    Pointwise,
+    Ref,
+)
 from modelnew.layout import AT_TRACED_SIZES, CHANNELS_LAST, CONTIGUOUS
 from modelnew.moves import padding
 
@@ -37,6 +49,9 @@ def interpret(plan: Plan, model: torch.nn.Module, inputs: Mapping[str, Any]) -> 
                 for part in step.parts:
                     made |= _results(part, values, scope)
                 values[step.node.result] = call(step.node, made, scope)
+            case Contraction():
+                product = call(step.node, values, scope)
+                values |= _results(step.epilogue, {**values, step.node.result: product}, scope)
             case Library():
                 found = values[step.node.result] = call(step.node, values, scope)
                 if len(step.node.outputs) > 1:

@@ -6,7 +6,17 @@ A failure here is a bug of modelnew, so it is an AssertionError and not a messag
 from __future__ import annotations
 
 from modelnew import ops
-from modelnew.ir import Graph, Joined, Plan, Pointwise, kernels_of, step_reads, step_writes
+from modelnew.ir import (
+    Access,
+    Contraction,
+    Graph,
+    Joined,
+    Plan,
+    Pointwise,
+    kernels_of,
+    step_reads,
+    step_writes,
+)
 
 
 def check_graph(graph: Graph) -> None:
@@ -37,6 +47,9 @@ def check_plan(plan: Plan) -> None:
         form = (ops_of, len(kernel.reads), len(kernel.scalars))
         _require(forms.setdefault(kernel.name, form) == form, "two kernels have one name")
     for step in plan.steps:
+        if isinstance(step, Contraction):
+            alike: object = (step.node.op, step.epilogue.name)
+            _require(forms.setdefault(step.name, alike) == alike, "two products have one name")
         missing = [name for name in step_reads(step) if name not in defined]
         _require(not missing, f"a step reads {missing} before they are made")
         for kernel in kernels_of(step):
@@ -44,6 +57,9 @@ def check_plan(plan: Plan) -> None:
         if isinstance(step, Joined):
             made = [name for part in step.parts for name in part.body.results]
             _require(sorted(made) == sorted(step.node.reads), f"{step.name} has other parts")
+        if isinstance(step, Contraction):
+            _check_contraction(step)
+            _require(step.node.result not in defined, f"{step.name} makes its product twice")
         defined.update(step_writes(step))
     _require(set(plan.graph.results) <= defined, "the result is never made")
     if plan.other is not None:
@@ -65,6 +81,17 @@ def _check_pointwise(step: Pointwise) -> None:
     _require(step.body.results == step_writes(step), f"{step.name} writes other values")
     shapes = {tensor.shape for tensor in step.writes}
     _require(len(shapes) == 1, f"{step.name} writes results of shapes {shapes}")
+
+
+def _check_contraction(step: Contraction) -> None:
+    """The epilogue reads the product as it is, has its shape, and keeps to no layout."""
+    (product,) = step.node.outputs
+    names = tuple(tensor.name for tensor in step.operands)
+    _require(step.node.reads == names, f"{step.name} multiplies other tensors")
+    plain = Access(product) in step.epilogue.reads
+    _require(plain and not step.epilogue.layout, f"{step.name} does not follow its product")
+    shapes = {tensor.shape for tensor in step.epilogue.writes}
+    _require(shapes == {product.shape}, f"{step.name} writes results of shapes {shapes}")
 
 
 def _require(held: bool, message: str) -> None:

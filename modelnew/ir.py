@@ -281,6 +281,36 @@ class Joined:
 
 
 @dataclass(frozen=True)
+class Contraction:
+    """A matrix product with what follows it in one kernel: `epilogue` reads the result of `node`
+    where it is made, so that it is never in memory unless the epilogue writes it too.
+
+    `operands` are the two tensors that `node` multiplies, in its order.
+    """
+
+    name: str
+    node: Node
+    operands: tuple[Tensor, Tensor]
+    epilogue: Pointwise
+
+    @property
+    def reads(self) -> tuple[Access, ...]:
+        """The operands, then what the epilogue reads but the product, each once."""
+        product = self.node.result
+        given = (*map(Access, self.operands), *self.epilogue.reads)
+        return tuple({a.tensor.name: a for a in given if a.tensor.name != product}.values())
+
+    @property
+    def scalars(self) -> tuple[Live, ...]:
+        return self.epilogue.scalars
+
+    @property
+    def bytes(self) -> int:
+        """Traffic when each operand is read and each result written once, in bytes."""
+        return sum(a.tensor.bytes for a in self.reads) + sum(t.bytes for t in self.epilogue.writes)
+
+
+@dataclass(frozen=True)
 class Library:
     """A call of PyTorch's own operator; `why` says what kept it from being a kernel here."""
 
@@ -288,7 +318,7 @@ class Library:
     why: str
 
 
-Step: TypeAlias = Pointwise | Joined | Library
+Step: TypeAlias = Pointwise | Joined | Contraction | Library
 
 
 @dataclass(frozen=True)
@@ -329,6 +359,8 @@ def kernels_of(step: Step) -> tuple[Pointwise, ...]:
             return (step,)
         case Joined():
             return step.parts
+        case Contraction():
+            return (step.epilogue,)
         case Library():
             return ()
 
@@ -344,7 +376,7 @@ def users_of(graph: Graph) -> dict[str, list[Node]]:
 
 def step_reads(step: Step) -> tuple[str, ...]:
     match step:
-        case Pointwise() | Joined():
+        case Pointwise() | Joined() | Contraction():
             return tuple(dict.fromkeys(access.base for access in step.reads))
         case Library():
             return step.node.reads
@@ -352,10 +384,21 @@ def step_reads(step: Step) -> tuple[str, ...]:
 
 def step_writes(step: Step) -> tuple[str, ...]:
     match step:
-        case Pointwise():
-            return tuple(tensor.name for tensor in step.writes)
+        case Pointwise() | Contraction():
+            return tuple(tensor.name for tensor in step_made(step))
         case Joined() | Library():
             return step.node.names
+
+
+def step_made(step: Step) -> tuple[Tensor, ...]:
+    """The tensors that a step makes; what a list has in it where a call gives one."""
+    match step:
+        case Pointwise():
+            return step.writes
+        case Contraction():
+            return step.epilogue.writes
+        case Joined() | Library():
+            return step.node.outputs
 
 
 class ModelNewError(Exception):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from modelnew.ir import Graph, Library, Pointwise, Step, step_reads, step_writes
+from modelnew.ir import Graph, Library, Pointwise, Step, step_made, step_reads, step_writes
 
 # Calls whose results PyTorch's schemas take for views, and which copy at times.
 MAY_COPY = ("contiguous", "flatten", "ravel", "reshape", "reshape_as", "to", "type_as")
@@ -72,7 +72,7 @@ def _seen(step: Step) -> tuple[str, ...]:
 
 def _bound(step: Step) -> tuple[str, ...]:
     """The names that the step's line of Python binds."""
-    return step_writes(step) if isinstance(step, Pointwise) or step.node.binds else ()
+    return () if isinstance(step, Library) and not step.node.binds else step_writes(step)
 
 
 def _names(step: Step) -> tuple[str, ...]:
@@ -82,7 +82,7 @@ def _names(step: Step) -> tuple[str, ...]:
 
 def _made(step: Step, roots: Mapping[str, str]) -> dict[str, int]:
     """Bytes of new memory by result; a list's are counted where its items are named."""
-    writes = step.writes if isinstance(step, Pointwise) else step.node.outputs
+    writes = step_made(step)
     seen = _seen(step)
     item = isinstance(step, Library) and step.node.packet == "getitem"
     if seen and not (item and roots[seen[0]] == seen[0]):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from modelnew.ir import Arg, Body, Joined, Live, Pointwise, Ref, Step
+from modelnew.ir import Arg, Contraction, Joined, Live, Node, Pointwise, Ref, Step
 from modelnew.joins import join_dim
 from modelnew.moves import moves
 
@@ -24,7 +24,7 @@ def named(steps: Sequence[Step], names: dict[Any, str]) -> tuple[Step, ...]:
         return names.setdefault(signature, name if like_it == 0 else f"{name}_{like_it + 1}")
 
     def kernel(step: Pointwise) -> Pointwise:
-        return replace(step, name=name_of(_signature(step), _kernel_name(step.body)))
+        return replace(step, name=name_of(_signature(step), _kernel_name(step.body.statements)))
 
     found: list[Step] = []
     for step in steps:
@@ -34,6 +34,10 @@ def named(steps: Sequence[Step], names: dict[Any, str]) -> tuple[Step, ...]:
             case Joined():
                 step = replace(step, parts=tuple(map(kernel, step.parts)))
                 step = replace(step, name=name_of(_join_signature(step), "cat"))
+            case Contraction():
+                step = replace(step, epilogue=kernel(step.epilogue))
+                name = _kernel_name([step.node, *_maths(step)])
+                step = replace(step, name=name_of(_contraction_signature(step), name))
         found.append(step)
     return tuple(found)
 
@@ -53,6 +57,24 @@ def _join_signature(step: Joined) -> Any:
         for part in step.parts
     )
     return join_dim(step.node), len(step.node.outputs[0].shape), parts
+
+
+def _contraction_signature(step: Contraction) -> Any:
+    """All of a product and its epilogue but the names of values, the texts of numbers, the sizes.
+
+    Dimensions are counted: a matrix takes rows of any number of dimensions.
+    """
+    reads = {access.tensor.name: i for i, access in enumerate(step.reads)}
+    ranks = tuple((reads[tensor.name], len(tensor.shape)) for tensor in step.operands)
+    inside = tuple(reads.get(access.tensor.name, "product") for access in step.epilogue.reads)
+    return "product", step.node.op, ranks, step.epilogue.name, inside
+
+
+def _maths(step: Contraction) -> list[Node]:
+    """What an epilogue does but for writing the product as it is."""
+    product = step.node.result
+    nodes = step.epilogue.body.statements
+    return [n for n in nodes if not (n.packet == "clone" and n.reads == (product,))]
 
 
 def _signature(step: Pointwise) -> Any:
@@ -88,8 +110,8 @@ def _signature(step: Pointwise) -> Any:
     )
 
 
-def _kernel_name(body: Body) -> str:
-    packets = [node.packet.removesuffix("_") for node in body.statements]
+def _kernel_name(nodes: Sequence[Node]) -> str:
+    packets = [node.packet.removesuffix("_") for node in nodes]
     if len(packets) > 6:
         packets = [*packets[:2], "to", packets[-1]]
     return "_".join(packets).strip("_")

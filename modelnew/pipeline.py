@@ -10,6 +10,7 @@ from modelnew import invariants
 from modelnew.algebra import rewrite
 from modelnew.ir import Plan
 from modelnew.plan import plan
+from modelnew.products import SPLIT
 from modelnew.reference import Reference, load
 from modelnew.rehearse import rehearse
 from modelnew.render import Options, render
@@ -26,19 +27,21 @@ class Generated:
 
 
 def generate(
-    path: Path, overrides: Mapping[str, str], options: Options, *, algebra: bool = False
-) -> Generated:
+    path: Path, overrides: Mapping[str, str], options: Options, *, algebra: bool = False,
+    matmul: str = SPLIT,
+) -> Generated:  # fmt: skip
     """Runs every stage on one file. Raises ModelNewError with what to do when one cannot."""
-    reference, made = planned(path, overrides, algebra=algebra)
+    reference, made = planned(path, overrides, algebra=algebra, matmul=matmul)
     text = render(reference, made, options)
     rehearse(reference, text)
     return Generated(reference, made, text)
 
 
 def planned(
-    path: Path, overrides: Mapping[str, str], *, algebra: bool = False
+    path: Path, overrides: Mapping[str, str], *, algebra: bool = False, matmul: str = SPLIT
 ) -> tuple[Reference, Plan]:
-    """The stages up to the plan, each followed by its invariants; with `algebra` rewritten."""
+    """The stages up to the plan, each followed by its invariants; with `algebra` rewritten. For
+    `matmul` see plan."""
     reference = load(path, overrides)
     graph = trace(reference)
     invariants.check_graph(graph)
@@ -46,6 +49,6 @@ def planned(
         graph, lines = rewrite(graph)
         graph = replace(graph, algebra=lines)
         invariants.check_graph(graph)
-    made = plan(graph)
+    made = plan(graph, matmul)
     invariants.check_plan(made)
     return reference, made

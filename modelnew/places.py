@@ -1,11 +1,12 @@
 """Triangles and constant padding as steps of a kernel, where another one is beside them.
 
-By themselves they stay PyTorch's calls: its triangles do not read what they leave out.
+By themselves they stay PyTorch's calls: its triangles do not read what they leave out. A triangle
+of a product of ours is a step of that product's kernel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from modelnew import ops
@@ -16,8 +17,9 @@ from modelnew.moves import padding
 _TRIANGLES = {"aten.tril.default": "lower_triangle", "aten.triu.default": "upper_triangle"}
 
 
-def with_places(graph: Graph) -> Graph:
-    """`graph` with those triangles and paddings that a kernel can take in as steps of ours."""
+def with_places(graph: Graph, products: Collection[str] = ()) -> Graph:
+    """`graph` with those triangles and paddings that a kernel can take in as steps of ours; the
+    `products` named are made by kernels."""
     users = users_of(graph)
     makers = {node.result: node for node in graph.nodes}
     nodes: list[Node] = []
@@ -27,6 +29,7 @@ def with_places(graph: Graph) -> Graph:
         beside = bool(node.reads) and (
             _is_computed(node.reads[0], makers, graph)
             or any(ops.why_not(user, graph) is None for user in using)
+            or (node.op in _TRIANGLES and node.reads[0] in products)
         )
         part = any(is_join(user, graph) for user in using)
         made = _placed(node) if beside and not part and _is_floating(node) else [node]

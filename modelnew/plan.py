@@ -10,17 +10,23 @@ written and read back, unless it is a root anyway.
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from modelnew import ops
 from modelnew.canonical import canonical, with_bias_apart
+from modelnew.contractions import (
+    copy,
+    random_order,
+    waits_for,
+    with_contractions,
+    with_products_apart,
+)
 from modelnew.ir import (
     Access,
-    Argument,
     Body,
+    Contraction,
     Graph,
     Joined,
     Library,
@@ -28,18 +34,17 @@ from modelnew.ir import (
     Node,
     Plan,
     Pointwise,
-    Ref,
     Step,
-    Tensor,
     step_reads,
     step_writes,
     users_of,
 )
 from modelnew.joins import parts_of
 from modelnew.layout import Layouts, choose
-from modelnew.moves import COPIES, Move, moves
+from modelnew.moves import COPIES, moves
 from modelnew.names import renamed
 from modelnew.naming import named
+from modelnew.products import SPLIT
 from modelnew.statistics import with_statistics_apart
 from modelnew.strides import Strides
 from modelnew.views import ITEM, RESHAPING, is_view
@@ -49,27 +54,29 @@ from modelnew.views import ITEM, RESHAPING, is_view
 MAX_OPERANDS = 48
 
 
-def plan(graph: Graph) -> Plan:
+def plan(graph: Graph, matmul: str = SPLIT) -> Plan:
     """The plan of `graph`: its pointwise nodes in regions, every other node a library call.
 
-    The plan of the other mode's graph is beside it; steps that one kernel can do have its name.
+    Large products have kernels of ours too, or are PyTorch's with LIBRARY for `matmul`. The plan of
+    the other mode's graph is beside it; steps that one kernel can do have its name.
     """
     names: dict[Any, str] = {}
-    made = _plan(graph)
+    made = _plan(graph, matmul == SPLIT)
     made = replace(made, steps=named(made.steps, names))
     if graph.other is None:
         return made
-    other = _plan(graph.other)
+    other = _plan(graph.other, matmul == SPLIT)
     return replace(made, other=replace(other, steps=named(other.steps, names)))
 
 
-def _plan(graph: Graph) -> Plan:
-    traced, graph = graph, canonical(graph)
+def _plan(graph: Graph, split: bool) -> Plan:
+    traced, graph = graph, canonical(graph, split)
     layouts = choose(graph, _reasons(graph))
     if layouts.formats and any(map(_is_placed, graph.nodes)):
-        graph = canonical(traced, by_place=False)  # tiles do not know where an element is
+        graph = canonical(traced, split, by_place=False)  # tiles do not know where an element is
         layouts = choose(graph, _reasons(graph))
     graph = with_bias_apart(with_statistics_apart(layouts.graph))
+    graph = with_products_apart(graph) if split else graph
     reasons = _reasons(graph)
     grouping = _Grouping(graph, reasons, layouts.formats)
     kernels = [_pointwise(graph, region, layouts) for region in grouping.regions()]
@@ -80,17 +87,13 @@ def _plan(graph: Graph) -> Plan:
         if (why := reasons[node.result]) is not None and node.result not in joins:
             steps.append(Library(node, _why_library(node, why)))
     steps = _without_moves(graph, steps)
+    if split:
+        graph, steps = with_contractions(graph, steps, grouping.epoch, MAX_OPERANDS)
     return Plan(graph, tuple(_ordered(graph, steps)), condition=layouts.condition)
 
 
 def _is_placed(node: Node) -> bool:
-    return bool(_places_of(node))
-
-
-def _places_of(node: Node) -> tuple[Move, ...]:
-    """The dimensions on which a step depends by where an element is."""
-    op = ops.find(node)
-    return op.placed(op.values(node)) if op and op.placed else ()
+    return bool(ops.placed(node))
 
 
 def _reasons(graph: Graph) -> dict[str, str | None]:
@@ -157,7 +160,7 @@ class _Grouping:
             if name in self.fusable and self.epoch[name] == self.epoch[join]
         }
         self.users = self._users()
-        self.after = _random_order(graph)
+        self.after = random_order(graph)
         self.roots = {
             node.result
             for node in graph.nodes
@@ -276,7 +279,7 @@ class _Grouping:
         leaves = {name for cone in cones for name in cone.leaves}
         members = {name for cone in cones for name in cone.members}
         moved = [moves(self.nodes[name]) for name in leaves if name in self.nodes]
-        placed = [_places_of(self.nodes[name]) for name in members]
+        placed = [ops.placed(self.nodes[name]) for name in members]
         return len(leaves) + 2 * sum(map(len, (*moved, *placed)))
 
     def _can_join(self, region: _Region, cone: _Region, regions: Sequence[_Region]) -> bool:
@@ -352,18 +355,12 @@ def _joins(
     for node in graph.nodes:
         if parts := makers.get(node.result):
             made = {name for part in parts for name in part.body.results}
-            copies = [_copy(graph.tensors[name]) for name in node.reads if name not in made]
+            others = [graph.tensors[name] for name in node.reads if name not in made]
+            copies = [copy(t, replace(t, name=f"{t.name}_copy")) for t in others]
             copies = [replace(c, across=grouping.strides.across(c, node.result)) for c in copies]
             names = {c.reads[0].tensor.name: c.writes[0].name for c in copies}
             joins[node.result] = Joined("", renamed(node, names), (*parts, *copies))
     return joins, [part for parts in makers.values() for part in parts]
-
-
-def _copy(tensor: Tensor) -> Pointwise:
-    made = replace(tensor, name=f"{tensor.name}_copy")
-    args = (Argument("self", Ref(tensor.name)), Argument("memory_format", None, True, True))
-    body = Body((Node("aten.clone.default", made.name, args, (made,)),), (made.name,))
-    return Pointwise("", (Access(tensor),), (), body, (made,))
 
 
 def _pointwise(graph: Graph, region: _Region, layouts: Layouts) -> Pointwise:
@@ -386,34 +383,26 @@ def _pointwise(graph: Graph, region: _Region, layouts: Layouts) -> Pointwise:
     return Pointwise("", reads, tuple(live.values()), body, writes, layout, ordered)
 
 
-def _random_order(graph: Graph) -> dict[str, tuple[str, ...]]:
-    """For each random call the one before it, which has to stay before it."""
-    names = [node.result for node in graph.nodes if node.random]
-    return {after: (before,) for before, after in itertools.pairwise(names)}
-
-
 def _ordered(graph: Graph, steps: Sequence[Step]) -> list[Step]:
     """A running order that keeps library calls as the reference has them, each kernel as early
     as its operands allow; what writes in place keeps its place among everything else."""
     order = {node.result: index for index, node in enumerate(graph.nodes)}
-    after = _random_order(graph)
+    after = random_order(graph)
 
     def position(step: Step) -> int:
         match step:
             case Pointwise():
                 return max(order[name] for name in step.body.results)
+            case Contraction():
+                return max(order[name] for name in step.epilogue.body.results)
             case Joined() | Library():
                 return order[step.node.result]
-
-    def waits_for(step: Step) -> tuple[str, ...]:
-        extra = after.get(step.node.result, ()) if isinstance(step, Library) else ()
-        return (*step_reads(step), *extra)
 
     # Each step waits for the steps that make what it reads; of those that wait for nothing any
     # more, the one that the reference has first runs first.
     steps = sorted(steps, key=position)
     maker = {name: index for index, step in enumerate(steps) for name in step_writes(step)}
-    waits = [{maker[name] for name in waits_for(step) if name in maker} for step in steps]
+    waits = [{maker[name] for name in waits_for(step, after) if name in maker} for step in steps]
     followers: list[list[int]] = [[] for _ in steps]
     for index, before in enumerate(waits):
         before.discard(index)

@@ -6,25 +6,32 @@ import ast
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import jinja2
 
-from modelnew import __version__, contexts, emit, tune
-from modelnew.files import ALGEBRA
-from modelnew.formula import WIDTH, formula, joined_formula, shortened
+from modelnew import contexts, emit, tune
+from modelnew.folding import fold
 from modelnew.forward import forward_lines
-from modelnew.ir import Guard, Joined, Library, ModelNewError, Node, Plan, Pointwise, Tensor
+from modelnew.ir import (
+    Guard,
+    ModelNewError,
+    Plan,
+)
 from modelnew.ops import FLOATS
+from modelnew.products import DEPTH, LEAST, WORTH
 from modelnew.reference import Reference
 from modelnew.source import Constructor, constructor
+from modelnew.summary import header, mode_text
 
 TEMPLATES = Path(__file__).resolve().parent.parent / "templates"
 
 C_INCLUDES = ("cuda_bf16.h", "cuda_fp16.h", "math.h")
+# The files of templates/device that products take, in their order.
+PRODUCT_HEADERS = ["hopper", "split", "product", "narrow", "exact", "contract"]
 HOST_INCLUDES = (
     "c10/cuda/CUDAException.h",
     "c10/cuda/CUDAGuard.h",
@@ -58,6 +65,7 @@ class File:
     imports: tuple[str, ...]
     definitions: tuple[str, ...]
     compiled: bool
+    hopper: bool
     shared: str
     cuda: str
     cpp: str
@@ -93,10 +101,11 @@ def render(ref: Reference, plan: Plan, chosen: Options | None = None) -> str:
     model = fold(_model(plan, made, source))
     names = ", ".join(f'"{name}"' for name in made.functions)
     file = File(
-        header=tuple(_header(ref, plan)),
+        header=tuple(header(ref, plan)),
         imports=tuple(_imports(source, bool(made.kernels))),
         definitions=source.definitions,
         compiled=bool(made.kernels),
+        hopper=any(k.product for k in made.kernels),
         shared=shared,
         cuda=cuda,
         cpp=cpp,
@@ -148,6 +157,7 @@ def _shared(made: contexts.Module) -> str:
         broadcast=_broadcast(made),
         tiled=_tiled(made.kernels),
         moved=any(k.by_place for k in made.kernels),
+        products=any(k.product for k in made.kernels),
     )
 
 
@@ -157,7 +167,12 @@ def _broadcast(made: contexts.Module) -> bool:
     Tiles are cut for several, so one that converts layouts counts as one.
     """
     return bool(made.joins) or any(
-        k.format or k.tiled or k.by_place or k.count > 2 or {o.ctype for o in k.operands} != {"T"}
+        k.format
+        or k.tiled
+        or k.by_place
+        or k.product
+        or k.count > 2
+        or {o.ctype for o in k.operands} != {"T"}
         for k in made.kernels
     )
 
@@ -176,15 +191,20 @@ def _cuda(made: contexts.Module, options: Options) -> str:
     more += ["run_packs"] if any(k.packs > 1 for k in made.launched) else []
     more += ["moved"] if any(k.by_place for k in kernels) else []
     more += ["parts"] if any(j.merged for j in made.joins) else []
+    products = [k for k in kernels if k.product]
+    more += PRODUCT_HEADERS if products else []
     template = _environment().get_template("pointwise.cu.jinja")
+    contraction = _environment().get_template("contraction.cu.jinja")
     dtypes = [contexts.dtype(name, launch.vec_bytes) for name in options.dtypes]
     includes = (*C_INCLUDES, "utility") if _tiled(kernels) else C_INCLUDES
+    includes = ("cuda.h", *includes) if products else includes
     parts = [
         "".join(f"#include <{name}>\n" for name in includes),
         f"constexpr int kThreads = {launch.threads};\n",
         *map(device_text, ["storage", "pack", space, "run", *more, *functions]),
         *(template.render(k=k, dtypes=dtypes, broadcast=broadcast) for k in made.launched),
         *_joined(made, dtypes),
+        *(contraction.render(k=k.epilogue, broadcast=broadcast) for k in products),
     ]
     return "\n".join(parts)
 
@@ -212,8 +232,11 @@ def _cpp(made: contexts.Module, options: Options) -> str:
     told = any(k.format for k in kernels)
     moved = any(k.by_place for k in kernels)
     retraced = not all(k.format for k in kernels)
+    multiplied = {k.factors.call.removeprefix("at::") for k in kernels if k.factors}
+    multiplied |= {"full" for k in kernels if k.factors and k.factors.bias}
+    used = _host_includes(broadcast, retraced, moved, multiplied)
     parts = [
-        "".join(f"#include <{name}>\n" for name in _host_includes(broadcast, retraced, moved)),
+        "".join(f"#include <{name}>\n" for name in used),
         host.render(
             broadcast=broadcast,
             told=told,
@@ -229,6 +252,7 @@ def _cpp(made: contexts.Module, options: Options) -> str:
             dtypes=dtypes,
             supported=supported,
         ),
+        *_factors(multiplied),
         *(template.render(k=k, broadcast=broadcast) for k in made.wrapped),
         *(f"{k.launch_signature};\n" for k in written),
         *(joined.render(j=j) for j in made.joins),
@@ -236,14 +260,24 @@ def _cpp(made: contexts.Module, options: Options) -> str:
     return "\n".join(parts)
 
 
-def _host_includes(broadcast: bool, retraced: bool, moved: bool) -> tuple[str, ...]:
+def _factors(multiplied: Collection[str]) -> Iterator[str]:
+    """What the wrappers of products share."""
+    if multiplied:
+        template = _environment().get_template("factors.cpp.jinja")
+        yield template.render(least=LEAST, depth=DEPTH, worth=WORTH)
+
+
+def _host_includes(
+    broadcast: bool, retraced: bool, moved: bool, multiplied: Collection[str]
+) -> tuple[str, ...]:
     """Headers of the host code; results of a single input are made by the iterator alone."""
     used = {
         "ATen/TensorIterator.h": True,
         "ATen/native/TypeProperties.h": broadcast,
         "ATen/ops/empty.h": broadcast,
         "ATen/ops/empty_strided.h": broadcast and retraced,
-        "ATen/ops/from_blob.h": moved,
+        "ATen/ops/from_blob.h": moved or bool(multiplied),
+        **{f"ATen/ops/{name}.h": True for name in sorted(multiplied)},
         "ATen/ops/zeros.h": moved,
     }
     return (*(name for name, needed in used.items() if needed), *HOST_INCLUDES)
@@ -255,140 +289,6 @@ def _imports(source: Constructor, with_kernels: bool) -> list[str]:
     if with_kernels:
         lines.append("from torch.utils.cpp_extension import load_inline")
     return lines
-
-
-OPERATORS = (" + ", " - ", " * ")
-
-
-def fold(text: str) -> str:
-    """Breaks code lines of over 100 columns after commas inside their outermost brackets.
-
-    A statement of C++ without such a comma is broken after its assignment, then before operators.
-    """
-    return "\n".join(piece for line in text.split("\n") for piece in _folded(line))
-
-
-def _folded(line: str) -> list[str]:
-    indent = len(line) - len(line.lstrip())
-    if len(line) <= WIDTH or line.lstrip().startswith(("//", "#")):
-        return [line]
-    commas = [at for at, depth in _depths(line) if depth and line.startswith(", ", at)]
-    if commas:
-        # What follows stays inside the brackets, so it may itself be folded at any comma.
-        cut = commas[-1] + 1
-        return [line[:cut], *_pieces(" " * (indent + 4) + line[cut:].strip(), _last_comma)]
-    target, equals, value = line.partition(" = ")
-    if equals and line.endswith(";"):
-        return [f"{target} =", *_pieces(" " * (indent + 4) + value, _last_operator)]
-    return [line]
-
-
-def _depths(line: str) -> Iterator[tuple[int, int]]:
-    """The columns that may end a line, unless in a string, each with the brackets open there."""
-    depth, quoted = 0, False
-    for column, character in enumerate(line[:WIDTH]):
-        quoted ^= character == '"' and line[column - 1] != "\\"
-        if not quoted:
-            depth += (character in "([{") - (character in ")]}")
-            yield column, depth
-
-
-def _pieces(line: str, last: Callable[[str], int]) -> list[str]:
-    """`line` cut at the last place that `last` allows, 0 for none, and so on."""
-    cut = last(line) if len(line) > WIDTH else 0
-    if not cut:
-        return [line]
-    indent = " " * (len(line) - len(line.lstrip()))
-    return [line[:cut], *_pieces(indent + line[cut + 1 :], last)]
-
-
-def _last_comma(line: str) -> int:
-    return line.rfind(", ", 0, WIDTH) + 1
-
-
-def _last_operator(line: str) -> int:
-    outside = (at for at, depth in _depths(line) if not depth)
-    return max((at for at in outside if line[at : at + 3] in OPERATORS), default=0)
-
-
-# --- header ---------------------------------------------------------------------------------
-
-
-def _header(ref: Reference, plan: Plan) -> list[str]:
-    lines = [
-        f"ModelNew for {ref.path.name}, generated by modelnew {__version__}.",
-        f"Reference sha256: {ref.sha256}",
-    ]
-    if ref.overrides:
-        lines.append("With " + ", ".join(f"{k} = {v}" for k, v in ref.overrides.items()))
-    lines += [f"{ALGEBRA} {line}" for line in plan.graph.algebra]
-    if not plan.kernels:
-        lines.append("No kernel was generated: every step is a call of PyTorch's own operators.")
-    for made in plan.modes:
-        mode = f" {mode_text(made)}" if plan.other else ""
-        lines += ["", f"Plan{mode}, for the shapes it was traced with:", *_plan_lines(made)]
-    return lines
-
-
-def mode_text(plan: Plan) -> str:
-    """The mode of a plan that has another beside it."""
-    return "in training" if plan.graph.training else "in evaluation"
-
-
-def _plan_lines(plan: Plan) -> list[str]:
-    lines = []
-    for step in plan.steps:
-        match step:
-            case Pointwise():
-                made = f"{_shapes(step.writes)}, {_amount(step.bytes)}"
-                made += f", written {step.layout}" if step.layout else ""
-                lines += [f"  kernel {step.name}: {made}"]
-                lines += [f"    {line}" for line in formula(step)]
-            case Joined():
-                made = f"{_shapes(step.node.outputs)}, {_amount(step.bytes)}"
-                lines += [f"  kernels {step.name}: {made}"]
-                lines += [f"    {line}" for line in joined_formula(step)]
-            case Library():
-                name = _called(step.node)
-                lines.append(f"  PyTorch {name}: {_shapes(step.node.outputs)}".rstrip(": "))
-    return lines
-
-
-def _called(node: Node) -> str:
-    """What a library call calls; our own operators are helpers in the file."""
-    return f"_{node.packet}" if node.own else node.op.removesuffix(".default")
-
-
-def rows(plan: Plan) -> list[str]:
-    """The plan as a table: one row a step."""
-    table = [("step", "what it does", "result", "traffic")]
-    for step in plan.steps:
-        match step:
-            case Pointwise():
-                table.append(
-                    (f"kernel {step.name}", shortened(formula(step)), _shapes(step.writes),
-                     _amount(step.bytes))
-                )  # fmt: skip
-            case Joined():
-                table.append(
-                    (f"kernels {step.name}", shortened(joined_formula(step)),
-                     _shapes(step.node.outputs), _amount(step.bytes))
-                )  # fmt: skip
-            case Library():
-                table.append(("PyTorch", _called(step.node), _shapes(step.node.outputs), ""))
-    widths = [max(len(row[column]) for row in table) for column in range(4)]
-    return ["  " + "  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) for r in table]
-
-
-def _shapes(tensors: Sequence[Tensor]) -> str:
-    return ", ".join(f"{t.dtype}[{', '.join(map(str, t.shape))}]" for t in tensors)
-
-
-def _amount(count: int) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} B"
 
 
 # --- the class ------------------------------------------------------------------------------

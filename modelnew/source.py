@@ -24,7 +24,7 @@ from modelnew.scope import Renamer, all_args, bound_names, global_names, identif
 # Globals that the rest of a solution file defines.
 RESERVED = frozenset([
     "_SHARED", "_CUDA", "_CPP", "_cuda", "_NoBackward", "_run", "_check", "_check_modes",
-    "_group_statistics", "_row_statistics", "_part", "_padding",
+    "_group_statistics", "_row_statistics", "_part", "_padding", "_architectures",
 ])  # fmt: skip
 BY_NAME = frozenset({"globals", "eval", "exec", "__import__"})
 

@@ -86,8 +86,12 @@ def input_leaves(ref: Reference) -> tuple[Leaf, ...]:
         raise ModelNewError(f"{here}: get_inputs() does not fit forward: {error}") from None
     bound.apply_defaults()
     leaves: list[Leaf] = []
+    seen: set[int] = set()
     for name, value in bound.arguments.items():
         for path, leaf in pytree.tree_flatten_with_path(value)[0]:
+            if isinstance(leaf, torch.Tensor) and id(leaf) in seen:
+                leaf = leaf.detach()  # given twice here, it is two tensors at other calls
+            seen.add(id(leaf))
             leaves.append(Leaf(name + pytree.keystr(path), leaf))
     return tuple(leaves)
 

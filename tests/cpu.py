@@ -3,14 +3,14 @@
 The C++ and CUDA text that a file hands to load_inline is compiled by g++ against the stand-in
 headers of tests/cpu_runtime. Three things are changed in it: `kernel<<<...>>>(...)` becomes a call
 that runs the threads one after another, `__shared__` variables become memory that each block has
-anew, and `is_cuda()` becomes `is_cpu()`. In a file with `__syncthreads` a thread that waits there
-leaves its turn to the others. Kernels are built with UndefinedBehaviorSanitizer, so that a
-misaligned access or an index out of bounds raises.
+anew, and `is_cuda()` becomes `is_cpu()`. In a file with `__syncthreads` a thread that waits there,
+or for its warp, leaves its turn to the others. A product's functions in assembly are those of
+cpu_runtime/hopper.h, which do what the tensor cores and the copy engine do. Kernels are built with
+UndefinedBehaviorSanitizer, so that a misaligned access or an index out of bounds raises.
 
 torch's headers cost g++ about 15 s whatever follows them, so all files of a run are built together,
 each in its own namespace. Objects are kept under the hash of all that they are made from.
-What this cannot show: threads that meet in memory at one moment, threads of a warp that talk to
-each other, and an `#include` that is missing.
+What this cannot show: threads that meet in memory at one moment, and an `#include` that is missing.
 """
 
 from __future__ import annotations
@@ -45,9 +45,17 @@ CHECKS = "alignment,bounds,bool,enum,integer-divide-by-zero,null,shift,signed-in
 KERNEL_FLAGS = ("-O1", f"-fsanitize={CHECKS}")
 ADDRESS_FLAGS = ("-fsanitize=address",)
 
-_LAUNCH = re.compile(r"(\w+)<<<(.+?),\s*(\w+),\s*([\w.]+),\s*stream>>>\(")
+_LAUNCH = re.compile(r"(\w+)<<<(.+?),\s*(\w+),\s*([\w.]+|\w+<\w+>),\s*stream>>>\(")
 _SHARED_ARRAY = re.compile(r"\bextern __shared__ ([\w:]+) (\w+)\[\];")
-_SHARED_VARIABLE = re.compile(r"\b__shared__ ([\w:<>, ]+?) (\w+)((?:\[[^\]]+\])*);")
+_SHARED_VARIABLES = re.compile(r"\b__shared__ (\w+) (\w+(?:\[[^;,]+\])+), (\w+(?:\[[^;,]+\])+);")
+_SHARED_VARIABLE = re.compile(
+    r"\b__shared__ (?:alignas\(16\) )?([\w:<>, ]+?) (\w+)((?:\[[^\]]+\])*);"
+)
+IN_ASSEMBLY = (
+    "cluster_sync", "of_block", "barrier_init", "barrier_expect", "barrier_arrive", "barrier_wait",
+    "copy_pieces", "copy_long", "multiply", "begin_multiplying", "commit_multiplying",
+    "finish_multiplying", "pin", "shared_address",
+)  # fmt: skip
 _INCLUDE = re.compile(r"^#include .*$", re.MULTILINE)
 
 Namespace = dict[str, Any]
@@ -77,10 +85,14 @@ def sources(text: str) -> Sources | None:
     return asked[0] if asked else None
 
 
-def build(groups: Sequence[Iterable[str]], folder: Path, *, address: Collection[int] = ()) -> Path:
+def build(
+    groups: Sequence[Iterable[str]], folder: Path, *, address: Collection[int] = (),
+    brief: Collection[int] = (),
+) -> Path:  # fmt: skip
     """One extension with the kernels of all texts, those of a group in one translation unit.
 
-    The groups whose numbers are in `address` are built with AddressSanitizer too.
+    The groups whose numbers are in `address` are built with AddressSanitizer too. Those of `brief`
+    run so little that it does not pay to optimize them.
     """
     seen: dict[str, Sources] = {}
     units: list[tuple[str, Sequence[str]]] = []
@@ -88,7 +100,8 @@ def build(groups: Sequence[Iterable[str]], folder: Path, *, address: Collection[
         found = {s.name: s for s in map(sources, group) if s is not None and s.name not in seen}
         seen |= found
         flags = (*KERNEL_FLAGS, *(ADDRESS_FLAGS if number in address else ()))
-        units.append((_kernel_unit(list(found.values())), flags))
+        flags = ("-O0", *flags[1:]) if number in brief else flags
+        units.append((kernel_unit(list(found.values())), flags))
     units.insert(0, (_host_unit(list(seen.values())), ("-O0",)))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(lambda unit: _object(*unit, folder), units))
@@ -135,8 +148,10 @@ def check_addresses(script: str, extension: Path, texts: Sequence[str]) -> None:
         )  # fmt: skip
     said = done.stdout + done.stderr
     assert said.startswith("clean"), said[-4000:]
-    assert "not seen" not in said
-    assert "heap-buffer-overflow" in said
+    assert "not seen" not in said, said[-4000:]
+    assert "ERROR: AddressSanitizer: heap-" in said, said[
+        -4000:
+    ]  # overflow, or into what was freed
 
 
 _MODELS = """
@@ -191,16 +206,23 @@ def _host_unit(every: Sequence[Sources]) -> str:
     )
 
 
-def _kernel_unit(every: Sequence[Sources]) -> str:
-    bodies = [(s.name, _on_cpu(s.cuda)) for s in every]
+def kernel_unit(every: Sequence[Sources], more: str = "") -> str:
+    """The kernels with their launchers, and `more` code behind those of each file."""
+    bodies = [(s.name, _on_cpu(s.cuda) + more) for s in every]
     assert not any("<<<" in body for _, body in bodies), "a launch of a form that is not known here"
-    return "#include <cuda_on_cpu.h>\n" + _in_namespaces(bodies)
+    header = "hopper.h" if any("run_product(" in s.cuda for s in every) else "cuda_on_cpu.h"
+    return f"#include <{header}>\n" + _in_namespaces(bodies)
 
 
 def _on_cpu(cuda: str) -> str:
     """Launches and shared memory as calls of tests/cpu_runtime."""
     launch = "launch_blocks" if "__syncthreads()" in cuda else "launch_threads"
-    cuda = _LAUNCH.sub(rf"cpu_runtime::{launch}(\1, \2, \3, \4, ", cuda)
+    kernel = r"\1"
+    if "run_product(" in cuda:
+        cuda = _without_assembly(cuda)
+        cuda = _SHARED_VARIABLES.sub(r"__shared__ \1 \2; __shared__ \1 \3;", cuda)
+        kernel = r"[&](const auto&... a) { \1(a...); }"  # a template's arguments are deduced
+    cuda = _LAUNCH.sub(rf"cpu_runtime::{launch}({kernel}, \2, \3, \4, ", cuda)
     memory = "cpu_runtime::fibers->dynamic_memory()"
     cuda = _SHARED_ARRAY.sub(rf"\1* const \2 = static_cast<\1*>({memory});", cuda)
     memory = r"cpu_runtime::fibers->variable(&\2_place, sizeof(\2_type))"
@@ -208,6 +230,23 @@ def _on_cpu(cuda: str) -> str:
     return _SHARED_VARIABLE.sub(
         rf"using \2_type = \1\3; static const char \2_place = 0; {variable}", cuda
     )
+
+
+def _without_assembly(cuda: str) -> str:
+    """With what cpu_runtime/hopper.h has for the functions of a product that are in assembly."""
+    for name in IN_ASSEMBLY:
+        cuda, count = re.subn(
+            rf"^__device__ inline \w+ {name}\([^{{]*{{([^\n]*|.*?^)}}\n",
+            "",
+            cuda,
+            flags=re.M | re.S,
+        )
+        assert count, f"no function {name}"
+    cuda = re.sub(r"\basm volatile\(\"(setmaxnreg|fence)\.[^;]*;\"[^;]*\);", ";", cuda)
+    cuda = re.sub(r"^#if (defined\(__CUDA_ARCH_FEAT_SM90_ALL\)|__CUDA_ARCH__ >= 900)$", "#if 1",
+                  cuda, flags=re.M)  # fmt: skip
+    assert "asm volatile" not in cuda, "assembly that is not known here"
+    return cuda
 
 
 def _in_namespaces(bodies: Sequence[tuple[str, str]]) -> str:
@@ -227,13 +266,14 @@ def _toolkit() -> Path:
     return Path(top[1])
 
 
+def include_folders() -> list[str]:
+    """Where the headers are that a solution is compiled with."""
+    python = sysconfig.get_path("include")
+    return [*cpp_extension.include_paths(), python, str(_toolkit() / "include")]
+
+
 def _include_flags() -> list[str]:
-    folders = [
-        *cpp_extension.include_paths(),
-        sysconfig.get_path("include"),
-        str(_toolkit() / "include"),
-    ]
-    return [f"-I{RUNTIME}", *(f"-isystem{folder}" for folder in folders)]
+    return [f"-I{RUNTIME}", *(f"-isystem{folder}" for folder in include_folders())]
 
 
 def _object(text: str, flags: Sequence[str], folder: Path) -> Path:
@@ -246,6 +286,15 @@ def _object(text: str, flags: Sequence[str], folder: Path) -> Path:
         module = "-DTORCH_EXTENSION_NAME=solutions_on_cpu"
         own = ["-std=c++20", "-fPIC", "-Wall", "-Wno-unknown-pragmas", module, *flags]
         _compile(["-c", *own, *_include_flags(), str(source)], target)
+    return target
+
+
+def library(text: str, folder: Path) -> Path:
+    """A library of C++ that needs nothing of torch's, for ctypes."""
+    compiled = _object(text, KERNEL_FLAGS, folder)
+    target = compiled.with_suffix(".so")
+    if not target.exists():
+        _compile(["-shared", str(compiled)], target)
     return target
 
 

@@ -247,12 +247,21 @@ def test_output_folder_that_is_a_file(reference: Path, out: Path) -> None:
 
 
 def test_explain() -> None:
-    done = run("explain", MODELS / "linear_swish_tanh_gelu_hardtanh.py", MODELS / "leaky_relu.py")
+    files = [MODELS / "linear_swish_tanh_gelu_hardtanh.py", MODELS / "leaky_relu.py"]
+    done = run("explain", *files, "--matmul", "library")
     assert done.exit_code == 0, done.output
     for part in (
         "PyTorch aten.linear.default: no pointwise operator\n    x = self.linear(x)",
         "kernel add_sigmoid_mul_tanh_gelu_hardtanh",
         "reads linear float32[1024, 8192], add_value float32[8192]",
+    ):
+        assert part in done.stdout
+    done = run("explain", *files)
+    assert done.exit_code == 0, done.output
+    for part in (
+        "product linear_add_to_hardtanh",
+        "[1024, 8192] x [8192, 8192]",
+        "linear_weight float32[8192, 8192], linear_bias float32[8192], add_value float32[8192]",
         "fixed in constructor: in_features = 8192, out_features = 8192",
         "fixed in forward: x.shape[1] = 8192",
         "live: self.negative_slope",

@@ -435,7 +435,7 @@ extern "C" void sums(const float* from, float* to, int unset, cudaStream_t strea
 
 def test_threads_work_together(collection: Collection) -> None:
     """Through an array of the block, in which each block finds NaN."""
-    unit = cpu._kernel_unit([cpu.Sources("", SUMS, ("sums",))])
+    unit = cpu.kernel_unit([cpu.Sources("", SUMS, ("sums",))])
     kernels = cpu._object(unit, cpu.KERNEL_FLAGS, collection.folder)
     built = ctypes.CDLL(str(cpu._linked([kernels], (), collection.folder)))
     values, sums = torch.arange(192.0), torch.zeros(3)

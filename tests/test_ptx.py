@@ -23,7 +23,7 @@ import test_solutions as solutions
 from accuracy import code
 from test_solutions import Built, needs_nvcc
 
-from modelnew import contexts, emit, ops, render
+from modelnew import contexts, emit, folding, ops, render
 from modelnew.ir import Access, Argument, Body, Live, Node, Pointwise, Ref, Tensor
 from modelnew.ops import Op
 
@@ -119,7 +119,7 @@ def module(given: Sequence[Subject]) -> contexts.Module:
 def unit(given: Sequence[Subject]) -> str:
     """The CUDA text of these kernels as one file has them."""
     made = module(given)
-    return render.fold(render._shared(made) + render._cuda(made, render.Options()))
+    return folding.fold(render._shared(made) + render._cuda(made, render.Options()))
 
 
 def text_of(s: Subject, cuda: str) -> str:

@@ -13,6 +13,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from torch.utils import cpp_extension
 
 from modelnew.doctor import find_nvcc
@@ -36,6 +38,10 @@ SOLUTIONS = ROOT / "solutions"
 NAMES = sorted(path.stem for path in SOLUTIONS.glob("*.py"))
 
 each = pytest.mark.parametrize("name", NAMES)
+
+# Those of the machine that a file is loaded on, where it asks for them.
+GPUS = ((8, 6), (9, 0), (9, 0))
+GENCODE = ("-gencode=arch=compute_86,code=sm_86", "-gencode=arch=compute_90a,code=sm_90a")
 
 
 @cache
@@ -56,13 +62,23 @@ def asked(text: str) -> Mapping[str, Any]:
         assert not positional, "load_inline is called by name"
         calls.append(keywords)
 
-    with mock.patch.object(cpp_extension, "load_inline", record):
+    with (
+        mock.patch.object(cpp_extension, "load_inline", record),
+        mock.patch.object(torch.cuda, "device_count", return_value=len(GPUS)),
+        mock.patch.object(torch.cuda, "get_device_capability", side_effect=GPUS.__getitem__),
+    ):
         exec(compile(text, "<solution>", "exec"), {"__name__": "solution"})
     assert len(calls) <= 1, "one extension a file"
     return calls[0] if calls else {}
 
 
+def has_product(cuda: str) -> bool:
+    """Whether kernels of a CUDA text multiply matrices."""
+    return "run_product(" in cuda
+
+
 WITH_KERNELS = [name for name in NAMES if extension(name)]
+WITH_PRODUCT = [name for name in WITH_KERNELS if has_product(extension(name)["cuda_sources"])]
 
 
 # --- fresh and deterministic ---------------------------------------------------------------------
@@ -156,13 +172,30 @@ NOWHERE = {
     "dangling pointer": r"\.contiguous\(\)\s*\.\s*(mutable_)?(const_)?data_ptr",
     "memory in forward": r"cudaMalloc|cudaFree|cudaMemcpy\b",
     "synchronisation": r"[sS]ynchronize\s*\(|\.item\(\)|\.cpu\(\)",
-    "float atomics": r"\batomic\w+\(",
     "intrinsics": r"\b__(exp|exp10|log|log2|log10|sin|cos|tan|pow|fdivide|tanh)f\(",
     "default stream": r"<<<[^>]*>>>(?<!stream>>>)",
     "absolute path": r"(?<![\w.])/(root|home|work|tmp|usr|Users)/",
     "a date": r"\b20\d\d-\d\d-\d\d\b",
     "lax pointer": r"\bdata_ptr<[^>]*>\(\)\s*\+",
 }
+
+
+# Of what is in shared memory: the order in which threads come does not change what integers give.
+INTEGER_ATOMIC = r"atomic(?:Add|Max|Min|Or|And)\(&?(\w+)\["
+# The function that gives all flags for the GPUs of a machine; what it gives is judged by `asked`.
+ARCHITECTURES = re.compile(r"^def _architectures\(\):\n(?:    .*\n)+", re.MULTILINE)
+
+
+def atomic_faults(text: str) -> Iterator[str]:
+    """Atomics whose result depends on the order of threads: all but those of shared integers."""
+    for call in re.finditer(r"\b\w*atomic\w+\([^;]*", text):
+        known = re.match(INTEGER_ATOMIC, call[0])
+        kernel = text[text.rfind("__global__", 0, call.start()) : call.start()]
+        integers = r"__shared__ (?:int|unsigned|uint32_t) [^;(]*\b{}\["
+        if known is None or re.search(integers.format(known[1]), kernel) is None:
+            yield f"float atomics: {call[0]!r}"
+    for instruction in re.findall(r"\b(?:red|atom)\.[\w.:]+", text):
+        yield f"float atomics: {instruction!r}"
 
 
 def bare(text: str) -> str:
@@ -177,8 +210,10 @@ def found(rules: Mapping[str, str], text: str) -> dict[str, str]:
 def text_faults(text: str) -> list[str]:
     """Everything in the text of a file that harnesses or readers would trip over."""
     faults = [] if text.isascii() else ["not ASCII"]
-    hits = found({**REFUSED, **WARNED}, bare(text)) | found(NOWHERE, text)
+    hits = found({**REFUSED, **WARNED}, bare(text))
+    hits |= found(NOWHERE, ARCHITECTURES.sub("", text))
     faults += [f"{rule}: {hit!r}" for rule, hit in hits.items()]
+    faults += atomic_faults(text)
     faults += [f"global {name}" for name in global_names(ast.parse(text))]
     faults += ["tab"] * ("\t" in text) + ["carriage return"] * ("\r" in text)
     faults += ["space at a line's end"] * bool(re.search(r" $", text, re.MULTILINE))
@@ -200,23 +235,39 @@ def global_names(tree: ast.Module) -> Iterator[str]:
         yield from (name for name in names if not name.startswith("_") and name != "ModelNew")
 
 
+def narrow_lines(cuda: str, cpp: str) -> Iterator[str]:
+    """Lines that take a block's number, which has 32 bits, for an index of 32 bits.
+
+    It is one once it is multiplied. As one of a number of ints that the host keeps small, divided
+    or the rest of a division, it stays what it is.
+    """
+    tiles = "for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x)"
+    counted = "const int tiles = p.row_tiles * p.column_tiles * p.batches;"
+    loops = "> INT32_MAX" in cpp and cuda.count(counted) >= 1
+    for line in re.findall(r".*(?<!int64_t\()(?<!unsigned block = )blockIdx\.x.*", cuda):
+        rest = line.replace(tiles, "") if loops else line
+        if re.search(r"blockIdx\.x(?! % \w+| / \w+[,;])", rest):
+            yield line
+
+
 def extension_faults(keywords: Mapping[str, Any]) -> list[str]:
     """Everything wrong in what is handed to load_inline."""
     cpp, cuda = keywords["cpp_sources"], keywords["cuda_sources"]
     flags = [*keywords.get("extra_cuda_cflags", []), *keywords.get("extra_cflags", [])]
+    # torch adds none of its own beside one: all that the machine needs, or none.
+    architectures = [flag for flag in flags if "arch" in flag]
     names = re.findall(r"(\w+)_kernel\(", cuda)
     headers = re.findall(r"#include .*", cuda)
     heavy = re.findall(r"#include <torch/(?:extension|all)\.h>", cpp)
     lists = [key for key in ("cpp_sources", "cuda_sources") if not isinstance(keywords[key], str)]
-    # A block's number has 32 bits; it is an index once it is multiplied.
-    narrow = re.findall(r".*(?<!int64_t\()(?<!unsigned block = )blockIdx\.x.*", cuda)
     faults = [
         *(f"header in the CUDA part: {h}" for h in headers if re.search("torch|ATen|c10", h)),
         *(f"heavy header: {header}" for header in heavy),
-        *(f"flag {flag}" for flag in flags if re.search("arch|std|fast", flag)),
+        *(f"flag {flag}" for flag in flags if re.search("std|fast", flag)),
+        *(f"flag {flag}" for flag in architectures if tuple(architectures) != GENCODE),
         *(f"list of sources: {key}" for key in lists),
         *(f"two kernels {name}" for name in sorted({n for n in names if names.count(n) > 1})),
-        *(f"32-bit index: {line}" for line in narrow),
+        *(f"32-bit index: {line}" for line in narrow_lines(cuda, cpp)),
     ]
     if keywords.get("no_implicit_headers") is not True:
         faults.append("implicit headers")
@@ -291,6 +342,33 @@ PLANTED: Sequence[tuple[str, str, str]] = [
 ]
 
 
+# Of the file with a product.
+PLANTED_IN_PRODUCT: Sequence[tuple[str, str, str]] = [
+    ("*_architectures()", '"-gencode=arch=compute_90a,code=sm_90a"', "architecture flag"),
+    ('"a" * ((major, minor) == (9, 0))', '""', "flag -gencode=arch=compute_90,code=sm_90"),
+    ("for major, minor in sorted(gpus)", "for major, minor in [max(gpus)]", "flag -gencode="),
+    ("_architectures", "architectures", "global architectures"),
+    ("uint32_t largest[kTurn], poor[kTurn]", "float largest[kTurn], poor[kTurn]", "float atomics"),
+    ("atomicMax(&largest[column + c], ", "atomicExch(&largest[column + c], ", "float atomics"),
+    ("p.wide[tile * kWarps + threadIdx.x / 32] = is_wide;",
+     "atomicAdd(&p.partial[tile], float(is_wide));", "float atomics"),
+    ('"fence.mbarrier_init.release.cluster;"', '"red.global.add.f32 [%0], %1;"', "float atomics"),
+    ("> INT32_MAX", "> INT64_MAX", "32-bit index"),
+    ("const int tiles = p.row_tiles", "const int tiles = 2 * p.row_tiles", "32-bit index"),
+    ("blockIdx.x / kExactUnits;", "blockIdx.x / kExactUnits * kExactThreads;", "32-bit index"),
+    ("(int64_t(blockIdx.x) * kSplitThreads", "(blockIdx.x * kSplitThreads", "32-bit index"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "new", "fault"), PLANTED_IN_PRODUCT)
+def test_planted_faults_are_seen_in_a_product(old: str, new: str, fault: str) -> None:
+    text = solution(WITH_PRODUCT[0])
+    assert old in text
+    text = text.replace(old, new)
+    faults = [*text_faults(text), *extension_faults(asked(text))]
+    assert any(fault in message for message in faults), faults
+
+
 @pytest.mark.parametrize(("old", "new", "fault"), PLANTED)
 def test_planted_faults_are_seen(old: str, new: str, fault: str) -> None:
     text = re.sub(r'(name="leaky_relu)_\w+"', r'\1_5693f29f4ea4"', solution("leaky_relu"))
@@ -333,8 +411,23 @@ ALLOWED: Mapping[str, str] = {
 }
 # Their reduction of huge arguments (Payne and Hanek) keeps an array in local memory.
 LOCAL = r"\b(sinf|cosf|tanf)\("
+# The kernels of a product: how many forms each has, and whether each epilogue has its own.
+PRODUCT_KERNELS: Mapping[str, tuple[int, bool]] = {
+    "is_for_sm90a_kernel": (1, False),
+    "split_rows_kernel": (6, False),
+    "split_columns_kernel": (3, False),
+    "product_kernel": (1, True),
+    "narrow_kernel": (2, True),
+    "exact_kernel": (1, True),
+    "add_parts_kernel": (2, True),
+}
+FOR_SM90A = ("is_for_sm90a_kernel", "split_columns_kernel", "product_kernel", "narrow_kernel")
+# ptxas orders tensor instructions one behind the other where it finds a register in use.
+SERIALIZED = re.compile(r".*(?:\bC75\d\d\b|\bserialized\b).*")
 INSTRUCTION = re.compile(r"^\s*(?:@!?%p\d+\s+)?([a-z][\w.:]+)\s[^;]*;", re.MULTILINE)
-ENTRY = re.compile(r"\.entry\s+(\w+)\((.*?)\n\}", re.DOTALL)
+ENTRY = re.compile(r"\.entry\s+(\w+)\((.*?)\n\}(?!\s*// end inline asm)", re.DOTALL)
+THREADS = re.compile(r"\.entry\s+(\w+)\([^{]*\.maxntid (\d+)", re.DOTALL)
+AMOUNTS = re.compile(r"Compiling entry function '(\w+)'(.*?Used \d+ registers)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -356,6 +449,11 @@ def nvcc(source: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def nvcc_version() -> str:
     assert NVCC is not None
     return subprocess.run([NVCC, "--version"], capture_output=True, text=True, check=True).stdout
+
+
+def hopper_of(cuda: str) -> str:
+    """As what a Hopper GPU compiles a text: a product needs instructions that only sm_90a has."""
+    return "90a" if has_product(cuda) else "90"
 
 
 def compiled(cuda: str, arch: str, standard: str, folder: Path) -> Built:
@@ -393,10 +491,11 @@ def folder(pytestconfig: pytest.Config) -> Path:
 
 @pytest.fixture(scope="session")
 def built(folder: Path) -> Mapping[str, Built]:
-    """Every solution for sm_90, two compilers at a time."""
+    """Every solution for a Hopper GPU, two compilers at a time."""
 
     def build(name: str) -> Built:
-        return compiled(extension(name)["cuda_sources"], "90", "c++17", folder)
+        cuda = extension(name)["cuda_sources"]
+        return compiled(cuda, hopper_of(cuda), "c++17", folder)
 
     with ThreadPoolExecutor(2) as pool:
         return dict(zip(WITH_KERNELS, pool.map(build, WITH_KERNELS), strict=True))
@@ -422,14 +521,48 @@ def ptx_faults(built: Built, cuda: str) -> list[str]:
                 faults.append(f"inexact: {instruction}")
         if re.search(r"\.f64\b", instruction):
             faults.append(f"double precision: {instruction}")
-    kernels = dict(ENTRY.findall(built.ptx))
-    # Those of a concatenation do both widths; one that reads a half type beside float32, both.
-    wanted = 6 * cuda.count("__global__") - 3 * cuda.count("(const Parts<")
+        if re.match(r"(atom|red)\..*\.b?f\d", instruction):
+            faults.append(f"float atomics: {instruction}")
+    entries = dict(ENTRY.findall(built.ptx))
+    kernels = {name: body for name, body in entries.items() if not kernel_of_product(name)}
+    if has_product(cuda):
+        faults += product_faults({k: b for k, b in entries.items() if k not in kernels}, cuda)
+    # Those of a concatenation do both widths; one that reads a half type beside float32, both; one
+    # that takes masks as numbers has them as bool or as numbers.
+    own = cuda.count("__global__") - has_product(cuda) * len(PRODUCT_KERNELS)
+    wanted = 6 * own - 3 * cuda.count("(const Parts<")
     wanted += 2 * len(re.findall(r"typename H, int kVec>\n__global__", cuda))
+    wanted += 6 * len(re.findall(r"typename M, int kVec>\n__global__", cuda))
     if len(kernels) != wanted:
         faults.append(f"{len(kernels)} kernels, not one a dtype and width")
     for kernel, body in kernels.items():
         faults += [f"{kernel}: {fault}" for fault in pack_faults(kernel, body, cuda)]
+    return faults
+
+
+def kernel_of_product(entry: str) -> str | None:
+    """Which kernel of templates/device a mangled name is an instance of."""
+    return next((name for name in PRODUCT_KERNELS if f"{len(name)}{name}" in entry), None)
+
+
+def product_faults(kernels: Mapping[str, str], cuda: str) -> list[str]:
+    """What of the kernels of products is missing or slow: forms of each, tensor instructions."""
+    found = Counter(map(kernel_of_product, kernels))
+    products = cuda.count("return run_product(")
+    faults = []
+    for name, (forms, is_epilogue) in PRODUCT_KERNELS.items():
+        wanted = forms * (products if is_epilogue else 1)
+        if found[name] != wanted:
+            faults.append(f"{name}: {found[name]} forms, not {wanted}")
+    for entry, body in kernels.items():
+        kernel = kernel_of_product(entry)
+        if kernel in ("product_kernel", "narrow_kernel"):
+            if "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16" not in body:
+                faults.append(f"{entry}: no tensor instruction")
+            if not re.search(r"\bst\.global\.v4\.(f32|u32|b32)\b", body):
+                faults.append(f"{entry}: no vector access")
+        if re.search(r"^\s*call\b", body, re.MULTILINE):
+            faults.append(f"{entry}: calls a function")
     return faults
 
 
@@ -460,15 +593,59 @@ def test_ptx(name: str, built: Mapping[str, Built]) -> None:
 @needs_nvcc
 @pytest.mark.parametrize("name", WITH_KERNELS)
 def test_nothing_spills(name: str, built: Mapping[str, Built]) -> None:
-    log = built[name].log
-    spilled = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes", log)
-    assert len(spilled) == len(ENTRY.findall(built[name].ptx))
-    assert all(amounts == ("0", "0", "0") for amounts in spilled), log
-    registers = [int(count) for count in re.findall(r"Used (\d+) registers", log)]
+    assert not log_faults(built[name], extension(name)["cuda_sources"])
+
+
+def log_faults(built: Built, cuda: str) -> list[str]:
+    """What ptxas tells of spilled registers, of too many, and of tensor instructions in a row."""
+    kernels = dict(AMOUNTS.findall(built.log))
+    faults = [f"serialized: {line}" for line in SERIALIZED.findall(built.log)]
+    if kernels.keys() != dict(ENTRY.findall(built.ptx)).keys():
+        faults.append(f"{len(kernels)} kernels in the log")
+    threads = dict(THREADS.findall(built.ptx))
     # 1024 threads fit a multiprocessor, or 768 that have six packs under way each.
-    kernels = extension(name)["cuda_sources"].split("__global__")
-    many = max(len(re.findall(r"= load(?:_staged)?<", kernel)) for kernel in kernels) >= 6
-    assert max(registers) <= (80 if many else 64)
+    loads = [len(re.findall(r"= load(?:_staged)?<", k)) for k in cuda.split("__global__")]
+    most = 80 if max(loads) >= 6 else 64
+    for name, text in kernels.items():
+        spilled = re.findall(r"(\d+) bytes (?:stack frame|spill)", text)
+        if spilled != ["0", "0", "0"]:
+            faults.append(f"{name}: {', '.join(spilled)} bytes of stack, spilled, loaded again")
+        (used,) = re.findall(r"Used (\d+) registers", text)
+        if not kernel_of_product(name) and int(used) > most:
+            faults.append(f"{name}: {used} registers")
+        # Those of a product have as many as a block of theirs can.
+        if int(threads.get(name, 1024)) * (-(-int(used) // 8) * 8) > 65536:
+            faults.append(f"{name}: {used} registers, of which a block does not fit")
+    return faults
+
+
+def test_faults_are_seen_in_the_log() -> None:
+    """Of a kernel of 128 threads of a file, and of a product's of 384."""
+    ptx = ".visible .entry {0}(\n)\n.maxntid {1}, 1, 1\n{{\n}}\n"
+    log = (
+        "ptxas info    : Compiling entry function '{}' for 'sm_90a'\n"
+        "ptxas info    : Function properties for {}\n"
+        "    {} bytes stack frame, {} bytes spill stores, {} bytes spill loads\n"
+        "ptxas info    : Used {} registers, used 0 barriers\n"
+    )
+    serialized = (
+        "ptxas info    : (C7514) Potential Performance Loss: wgmma.mma_async instructions are "
+        "serialized due to insufficient register resources for the wgmma pipeline\n"
+    )
+    for name, threads, amounts, more, fault in [
+        ("x_kernel", 128, (0, 0, 0, 64), "", ""),
+        ("x_kernel", 128, (0, 0, 0, 65), "", "65 registers"),
+        ("x_kernel", 128, (32, 0, 0, 40), "", "32, 0, 0 bytes"),
+        ("x_kernel", 128, (0, 8, 8, 40), "", "0, 8, 8 bytes"),
+        ("14product_kernel", 384, (0, 0, 0, 168), "", ""),
+        ("14product_kernel", 384, (0, 0, 0, 169), "", "169 registers, of which"),
+        ("14product_kernel", 384, (0, 8, 8, 168), "", "0, 8, 8 bytes"),
+        ("14product_kernel", 384, (0, 0, 0, 168), serialized, "serialized: "),
+    ]:
+        text = log.format(name, name, *amounts) + more
+        found = log_faults(Built(ptx.format(name, threads), text, ""), "")
+        assert (len(found) == 1 and fault in found[0]) if fault else not found, found
+    assert log_faults(Built(ptx.format("y_kernel", 128), "", ""), "") == ["0 kernels in the log"]
 
 
 def oldest_arch() -> str:
@@ -487,6 +664,42 @@ def test_oldest_gpu_and_newest_standard(name: str, standard: str, folder: Path) 
     result = compiled(extension(name)["cuda_sources"], oldest_arch(), standard, folder)
     assert result.problem == ""
     assert ".local" not in result.ptx
+
+
+def empty_faults(ptx: str) -> list[str]:
+    """What of kernels that need sm_90a is there for another GPU, and what of others is missing."""
+    faults = []
+    for entry, body in ENTRY.findall(ptx):
+        code = [i for i in INSTRUCTION.findall(f"{body};") if i != "ret"]
+        if (kernel_of_product(entry) in FOR_SM90A) != (not code):
+            faults.append(f"{entry}: {len(code)} instructions")
+    return faults
+
+
+def warnings_of(problem: str) -> list[str]:
+    """What nvcc complains of, but for constants that only kernels use which are empty there."""
+    lines = [line for line in problem.splitlines() if re.search(r"warning|error", line)]
+    unused = re.compile(r'warning #177-D: variable "k[A-Z]\w*" was declared but never referenced')
+    return [line for line in lines if not unused.search(line) and not line.startswith("Remark:")]
+
+
+def test_warnings_are_seen() -> None:
+    unused = 'a.cu(5): warning #177-D: variable "{}" was declared but never referenced'
+    other = "a.cu(5): error: expected a declaration"
+    found = warnings_of("\n".join([unused.format("kTile"), unused.format("tile"), other]))
+    assert found == [unused.format("tile"), other]
+
+
+@needs_nvcc
+@pytest.mark.parametrize("name", WITH_PRODUCT)
+def test_product_for_the_oldest_gpu(name: str, folder: Path) -> None:
+    """There what needs Hopper is empty, and the pointwise kernel behind PyTorch's product whole."""
+    cuda = extension(name)["cuda_sources"]
+    result = compiled(cuda, oldest_arch(), "c++20", folder)
+    assert not warnings_of(result.problem)
+    assert not empty_faults(result.ptx)
+    assert not log_faults(result, cuda)
+    assert len(empty_faults(compiled(cuda, "90a", "c++17", folder).ptx)) > len(FOR_SM90A)
 
 
 STATEMENT = "const float hardtanh = "

@@ -151,6 +151,14 @@ def test_live_values_that_look_like_constants(traced: Trace, value: str) -> None
     assert guards(graph) == {}
 
 
+def test_one_tensor_given_twice_is_two_inputs(traced: Trace) -> None:
+    """get_inputs() may give one tensor for both; a call gives two."""
+    both = "def forward(self, x, y):\n    return torch.relu(x) * y"
+    graph = traced(both, inputs="*[torch.rand(8)] * 2")
+    assert graph.nodes[0].reads == ("x",)
+    assert graph.nodes[1].reads[1:] == ("y",)
+
+
 def test_live_attributes_of_submodules(traced: Trace) -> None:
     before = """
     class Scaled(nn.Module):

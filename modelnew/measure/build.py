@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from modelnew.explain import page
-from modelnew.ir import Library, ModelNewError, Plan
+from modelnew.ir import Contraction, Library, ModelNewError, Plan
 from modelnew.measure.child import Json, Report, describe
 from modelnew.measure.load import execute_solution
 from modelnew.pipeline import planned
@@ -52,6 +52,7 @@ def kind(plan: Plan) -> str:
     """The kind of region that dominates the task, and whether kernels of ours are beside it."""
     library = (step.node for step in plan.steps if isinstance(step, Library))
     calls = {node.packet for node in library if not node.views}
+    calls |= {step.node.packet for step in plan.steps if isinstance(step, Contraction)}
     if any("conv" in call for call in calls):
         main = "convolution"
     elif calls & PRODUCTS:

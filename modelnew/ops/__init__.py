@@ -101,6 +101,12 @@ def operands(node: Node, role: str) -> tuple[str, ...]:
     return tuple(v.name for name in names if isinstance(v := values[name], Ref))
 
 
+def placed(node: Node) -> tuple[Move, ...]:
+    """The dimensions on which the result of `node` depends by where an element is."""
+    op = find(node)
+    return op.placed(op.values(node)) if op and op.placed else ()
+
+
 def float_literal(value: float) -> str:
     """The shortest C literal that is `value` rounded to float32."""
     if math.isnan(value):

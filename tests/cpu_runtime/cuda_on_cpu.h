@@ -52,6 +52,7 @@ namespace cpu_runtime {
 inline cudaError_t last_error = cudaSuccess;
 inline jmp_buf* launch = nullptr;  // where a fault in a running kernel returns to
 inline char fault[256];
+inline int64_t most_shared = 48 << 10;  // of the next launch
 
 [[noreturn]] inline void report(const char* what, const char* file, unsigned line) {
     snprintf(fault, sizeof fault, "%s in a kernel, %s:%u", what, file, line);
@@ -64,7 +65,7 @@ inline char fault[256];
 inline bool allowed(int64_t grid, int64_t threads, int64_t bytes) {
     if (grid <= 0 || grid > INT32_MAX || threads <= 0 || threads > 1024) {
         last_error = cudaErrorInvalidConfiguration;
-    } else if (bytes > 48 << 10) {
+    } else if (bytes > std::exchange(most_shared, 48 << 10)) {
         last_error = cudaErrorInvalidValue;
     } else {
         return true;
@@ -97,24 +98,36 @@ void launch_threads(void (*kernel)(Parameters...), int64_t grid, int64_t threads
     }
 }
 
-// The same for threads that work together.
-template <typename... Parameters, typename... Arguments>
-void launch_blocks(void (*kernel)(Parameters...), int64_t grid, int64_t threads, int64_t bytes,
-                   Arguments... arguments) {
+// The same for threads that work together, in clusters of so many blocks.
+template <typename Kernel, typename... Arguments>
+void launch_clusters(unsigned cluster, const Kernel& kernel, int64_t grid, int64_t threads,
+                     int64_t bytes, Arguments... arguments) {
     if (!allowed(grid, threads, bytes)) return;
-    Block fibers_of_block([&] { kernel(Parameters(arguments)...); }, threads, bytes);
+    Block fibers_of_block([&] { kernel(arguments...); }, threads * cluster, bytes, cluster);
     fibers = &fibers_of_block;
+    blocks = {unsigned(grid), 1, 1};
     bool right = true;
-    for (block = thread = {}; block.x < grid && right; ++block.x) right = fibers->run();
+    for (unsigned first = 0; first < grid && right; first += cluster) {
+        thread = {};
+        block = {first};
+        right = fibers->run();
+    }
     fibers = nullptr;
     if (fibers_of_block.complaint != nullptr) throw std::runtime_error(fibers_of_block.complaint);
     if (!right) throw std::runtime_error(fault);
+}
+
+template <typename Kernel, typename... Arguments>
+void launch_blocks(const Kernel& kernel, int64_t grid, int64_t threads, int64_t bytes,
+                   Arguments... arguments) {
+    launch_clusters(1, kernel, grid, threads, bytes, arguments...);
 }
 
 }  // namespace cpu_runtime
 
 #define blockIdx cpu_runtime::block
 #define threadIdx cpu_runtime::thread
+inline cpu_runtime::Index& gridDim = cpu_runtime::blocks;  // no macro: launches have members of its name
 #define cudaGetLastError() std::exchange(cpu_runtime::last_error, cudaSuccess)
 
 // The handlers of -fsanitize=undefined, so that a finding fails its own test and not the process.

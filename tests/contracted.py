@@ -1,0 +1,121 @@
+"""References with products that are large enough for kernels of their own, and their solutions.
+
+Each has one or a few products; together they have every kind of epilogue. What is multiplied comes
+as an argument, so that a solution that is rendered for 1024 rows also takes few: see `for_small`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from references import reference_text
+from torch import Tensor
+
+from modelnew import invariants, ir
+from modelnew.plan import plan
+from modelnew.reference import Reference, load
+from modelnew.render import Options, render
+from modelnew.trace import trace
+
+# By name: the text that draws an argument. A product is of [n, k] by [k, m].
+GIVEN: Mapping[str, str] = {
+    "x": "torch.randn(n, k)",
+    "w": "torch.randn(k, m)",
+    "v": "torch.randn(m, k)",
+    "y": "torch.randn(n, m)",
+    "row": "torch.randn(m)",
+    "column": "torch.randn(n, 1)",
+    "mask": "torch.rand(n, m) > 0.5",
+    "half": "torch.randn(n, m).half()",
+    "a": "torch.randn(2, n, k)",
+    "b": "torch.randn(2, k, m)",
+    "z": "torch.randn(2, n, m)",
+    "square": "torch.randn(n, n)",
+    "other": "torch.randn(n, n)",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A forward of some of GIVEN, and how many product kernels and epilogues its file has."""
+
+    body: str
+    kernels: int
+    epilogues: int
+    init: str = ""
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name in GIVEN if re.search(rf"\b{name}\b", self.body)]
+
+    @property
+    def text(self) -> str:
+        lines = self.body if "return " in self.body else f"return {self.body}"
+        body = "\n".join(f"    {line.strip()}" for line in lines.strip().splitlines())
+        forward = f"def forward(self, {', '.join(self.names)}):\n{body}"
+        drawn = ", ".join(GIVEN[name] for name in self.names)
+        return reference_text(forward, drawn, self.init, 1024) + "k, m = n + 32, n + 16\n"
+
+
+CASES: Mapping[str, Case] = {
+    "bare": Case("torch.mm(x, w)", 1, 1),
+    "linear": Case(
+        "F.gelu(F.linear(x, v, row)) * self.scale + y", 1, 1, "self.scale = 0.75"
+    ),
+    "equal": Case("h = F.relu(square @ other)\nreturn F.relu(h @ other)", 2, 1),
+    "number": Case("(x @ w) * mask * column + row", 1, 2),
+    "half": Case("half + (x @ w) * 2", 1, 2),
+    "outputs": Case("""
+        p = torch.addmm(row, x, w, beta=2, alpha=0.5)
+        return p, p > row, torch.where(p > 0, p, y), p.masked_fill(mask, float('-inf'))
+    """, 1, 1),
+    "batches": Case("torch.tril(torch.bmm(a, b), 3).masked_fill(mask, -1.0)", 1, 1),
+    "raw": Case("""
+        p = torch.einsum('bij,jk->bik', a, w)
+        return p, torch.sigmoid(p)
+    """, 1, 1),
+    "moved": Case("torch.triu(x @ w + y.roll(1, 0) + column.flip(0), -5)", 1, 1),
+    "modes": Case("F.dropout(x @ w + 1, 0.5, self.training).relu()", 2, 2),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Made:
+    """A reference with its plan and its solution's text."""
+
+    ref: Reference
+    plan: ir.Plan
+    text: str
+
+    @property
+    def for_small(self) -> str:
+        """With products of every size by its own kernels, and no checks of sizes, which are those
+        that the graph was traced for where something might broadcast."""
+        pattern = r"^(bool pays\(.*\) \{\n)(?:    .*\n)+"
+        text, count = re.subn(pattern, r"\1    return true;\n", self.text, flags=re.MULTILINE)
+        assert count == 1, "the text does not say which products its kernels take"
+        return re.sub(r"^ +_check\(.*\n", "", text, flags=re.MULTILINE)
+
+
+@cache
+def made(name: str, dtypes: Sequence[str] = Options().dtypes) -> Made:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / f"{name}.py"
+        path.write_text(CASES[name].text)
+        ref = load(path)
+        found = plan(trace(ref))
+        invariants.check_plan(found)
+        return Made(ref, found, render(ref, found, Options(tuple(dtypes))))
+
+
+def inputs(name: str, n: int, k: int, m: int) -> list[Tensor]:
+    """Those of get_inputs with other sizes, always the same."""
+    torch.manual_seed(1)
+    space = {"torch": torch, "n": n, "k": k, "m": m}
+    return [eval(GIVEN[given], space) for given in CASES[name].names]
