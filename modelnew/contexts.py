@@ -226,9 +226,7 @@ class Kernel:
     @property
     def is_bare(self) -> bool:
         """Whether it does nothing to the product."""
-        return len(self.outputs) == len(self.inputs) == len(self.statements) == 1 and (
-            self.statements[0].expr == self.inputs[0].value
-        )
+        return self._copies and len(self.outputs) == 1
 
     @property
     def product_signature(self) -> str:
@@ -338,11 +336,12 @@ class Kernel:
     @property
     def is_copy(self) -> bool:
         """Whether it does nothing but change the layout of its one operand."""
-        return (
-            bool(self.format)
-            and len(self.inputs) == len(self.statements) == 1
-            and (self.statements[0].expr == self.inputs[0].value)
-        )
+        return self._copies and bool(self.format)
+
+    @property
+    def _copies(self) -> bool:
+        one = len(self.inputs) == len(self.statements) == 1
+        return one and self.statements[0].expr == self.inputs[0].value
 
     def allocate(self, output: Operand) -> str:
         """C++ that makes a result."""
@@ -548,6 +547,11 @@ class Module:
         """The names of the functions that the file has to call."""
         names = (*(k.name for k in self.wrapped), *(j.name for j in self.joins))
         return tuple(f"{name}_forward" for name in names)
+
+    @property
+    def products(self) -> tuple[Kernel, ...]:
+        """The kernels that are epilogues of products."""
+        return tuple(k for k in self.kernels if k.product)
 
     @property
     def by_name(self) -> Mapping[str, Kernel]:

@@ -10,11 +10,9 @@ product: with y = p * p.sum() the sum has to be there before y is, and after p.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from modelnew import ops
 from modelnew.ir import (
     Access,
     Arg,
@@ -32,7 +30,6 @@ from modelnew.ir import (
     step_reads,
     step_writes,
 )
-from modelnew.moves import moves
 from modelnew.names import renamed, unused, with_results
 from modelnew.products import (
     EINSUM,
@@ -43,8 +40,9 @@ from modelnew.products import (
     taken,
     why_not,
 )
+from modelnew.steps import clone, copy, map_operands, random_order, waits_for
 
-BARE = {"aten.addmm.default": "aten.mm.default", "aten.baddbmm.default": "aten.bmm.default"}
+BARE = {"addmm": "mm", "baddbmm": "bmm"}
 
 # Steps that keep one triangle of a matrix: see `triangle`.
 TRIANGLES = {"lower_triangle": 1, "upper_triangle": -1}
@@ -79,8 +77,8 @@ def _parts(node: Node, reserved: set[str]) -> list[Node]:
     assert names is not None
     operands = tuple(map(Ref, names))
     if node.op == EINSUM:
-        return [_as(node, "aten.matmul.default", operands)]
-    added = PRODUCTS[node.op][2]
+        return [_as(node, "matmul", operands)]
+    added = PRODUCTS[node.packet][2]
     bias = node.value(added) if added else None
     if node.op == "aten.linear.default":
         bare = tuple(replace(a, value=None, default=True) if a.name == "bias" else a
@@ -90,7 +88,7 @@ def _parts(node: Node, reserved: set[str]) -> list[Node]:
     if added is None:
         return [node]
     alpha, beta = node.value("alpha"), node.value("beta")
-    parts = [_as(node, BARE[node.op], operands)]
+    parts = [_as(node, BARE[node.packet], operands)]
     if alpha != 1:
         args = [Argument("self", Ref(node.result)), Argument("other", alpha)]
         parts.append(_pointwise(node, "aten.mul.Tensor", SCALED, reserved, args))
@@ -99,10 +97,14 @@ def _parts(node: Node, reserved: set[str]) -> list[Node]:
     return parts
 
 
-def _as(node: Node, op: str, operands: Sequence[Arg]) -> Node:
+def _as(node: Node, packet: str, operands: Sequence[Arg]) -> Node:
     """The product of two operands by another operator."""
-    pairs = zip(PRODUCTS[op][:2], operands, strict=True)
-    return replace(node, op=op, args=tuple(Argument(name, value) for name, value in pairs))
+    pairs = zip(PRODUCTS[packet][:2], operands, strict=True)
+    return replace(
+        node,
+        op=f"aten.{packet}.default",
+        args=tuple(Argument(name, value) for name, value in pairs),
+    )
 
 
 def _plus(node: Node, product: Node, other: Arg, times: Arg, reserved: set[str]) -> Node:
@@ -179,24 +181,6 @@ def bias(step: Contraction) -> str | None:
     return other.tensor.name if plain and not (summed or again) else None
 
 
-def copy(tensor: Tensor, made: Tensor) -> Pointwise:
-    """A kernel that copies `tensor` to `made`."""
-    statement = _clone(tensor, made)
-    return Pointwise("", (Access(tensor),), (), Body((statement,), (made.name,)), (made,))
-
-
-def random_order(graph: Graph) -> dict[str, tuple[str, ...]]:
-    """For each random call the one before it, which has to stay before it."""
-    names = [node.result for node in graph.nodes if node.random]
-    return {after: (before,) for before, after in itertools.pairwise(names)}
-
-
-def waits_for(step: Step, after: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """The values that have to be there before a step; `after` is what random_order gives."""
-    extra = after.get(step.node.result, ()) if isinstance(step, Library) else ()
-    return (*step_reads(step), *extra)
-
-
 @dataclass
 class _Work:
     """The steps as they are by now."""
@@ -247,7 +231,9 @@ class _Work:
         alike = {tensor.shape for tensor in step.writes} == {shape}
         same = self.epochs[step.body.results[0]] == self.epochs[node.result]
         # The two operands and the product, if it is written, for the product that is read.
-        fits = _operands(step) + 2 <= self.most
+        moved = [access.node for access in step.reads if access.node]
+        given = len(step.reads) + len(step.writes) + map_operands(moved, step.body.statements)
+        fits = given + 2 <= self.most
         return plain and alike and same and fits and not self._needs(step, node.result)
 
     def _needs(self, kernel: Pointwise, product: str) -> bool:
@@ -265,13 +251,6 @@ class _Work:
         return False
 
 
-def _operands(step: Pointwise) -> int:
-    """What a kernel is given, each map of moved elements twice; see plan.MAX_OPERANDS."""
-    moved = [moves(access.node) for access in step.reads if access.node]
-    placed = [ops.placed(node) for node in step.body.statements]
-    return len(step.reads) + len(step.writes) + 2 * sum(map(len, (*moved, *placed)))
-
-
 def _in_memory(step: Pointwise, operands: Sequence[Tensor]) -> Pointwise:
     """The kernel reading moved elements that are in memory from there, as the product does."""
     names = [tensor.name for tensor in operands]
@@ -285,14 +264,9 @@ def _with_product(step: Pointwise, inner: Tensor, product: Tensor) -> Pointwise:
     def place(access: Access) -> Access:
         return replace(access, tensor=inner) if access.tensor.name == product.name else access
 
-    body = Body((_clone(inner, product), *step.body.statements), (*step.body.results, product.name))
+    body = Body((clone(inner, product), *step.body.statements), (*step.body.results, product.name))
     across = tuple(inner.name if name == product.name else name for name in step.across)
     return replace(
         step, reads=tuple(map(place, step.reads)), body=body, across=across,
         writes=(*step.writes, product),
     )  # fmt: skip
-
-
-def _clone(tensor: Tensor, made: Tensor) -> Node:
-    args = (Argument("self", Ref(tensor.name)), Argument("memory_format", None, True, True))
-    return Node("aten.clone.default", made.name, args, (made,))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from modelnew import summary, tune
-from modelnew.formula import contraction_formula, formula
+from modelnew.formula import KINDS, contraction_formula, formula
 from modelnew.ir import Contraction, Guard, Joined, Library, Plan, Pointwise, kernels_of
 from modelnew.products import sizes
 from modelnew.reference import Reference
@@ -62,12 +62,11 @@ def _counted(places: list[str]) -> list[tuple[str, int]]:
 def _kernel(step: Pointwise, count: int) -> list[str]:
     """What a kernel computes, for the first of the steps that it does."""
     launch, packs = tune.pointwise(tune.TARGETS["h200"]), tune.packs(step)
-    reads = ", ".join(f"{a.tensor.name} {a.tensor.dtype}{list(a.tensor.shape)}" for a in step.reads)
     amount = "one pack" if packs == 1 else f"{packs} packs"
     lines = [
-        f"  kernel {step.name}" + (f", {count} times; the first:" if count > 1 else ""),
+        _heading(step, count),
         *(f"    {line}" for line in formula(step)),
-        f"    reads {reads}",
+        _reads(step),
         f"    {amount} of {launch.vec_bytes} bytes a thread, {launch.threads} threads a block; "
         "single elements where a layout forbids packs",
     ]
@@ -80,13 +79,22 @@ def _kernel(step: Pointwise, count: int) -> list[str]:
 
 def _product(step: Contraction, count: int) -> list[str]:
     """A product and what follows it, for the first of the steps that one kernel does."""
-    reads = ", ".join(f"{a.tensor.name} {a.tensor.dtype}{list(a.tensor.shape)}" for a in step.reads)
     return [
-        f"  product {step.name}" + (f", {count} times; the first:" if count > 1 else ""),
+        _heading(step, count),
         *(f"    {line}" for line in contraction_formula(step)),
         f"    {sizes(step)}",
-        f"    reads {reads}",
+        _reads(step),
     ]
+
+
+def _heading(step: Pointwise | Contraction, count: int) -> str:
+    times = f", {count} times; the first:" if count > 1 else ""
+    return f"  {KINDS[type(step)]} {step.name}{times}"
+
+
+def _reads(step: Pointwise | Contraction) -> str:
+    tensors = (access.tensor for access in step.reads)
+    return "    reads " + ", ".join(f"{t.name} {t.dtype}{list(t.shape)}" for t in tensors)
 
 
 def _held(plan: Plan) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from textwrap import wrap
 
 from modelnew.contexts import Kernel
@@ -38,9 +38,7 @@ def forward_lines(plan: Plan, kernels: Mapping[str, Kernel]) -> list[str]:
 def _call(step: Joined | Contraction, bindings: Mapping[str, str]) -> str:
     results = step.epilogue.body.results if isinstance(step, Contraction) else (step.node.result,)
     tensors = [bindings.get(access.base, access.base) for access in step.reads]
-    numbers = [scalar.text for scalar in step.scalars]
-    args = ", ".join([f"_cuda.{step.name}_forward", *tensors, *numbers])
-    return f"{', '.join(results)} = _run({args})"
+    return _run(step, tensors, results)
 
 
 def _kernel_call(step: Pointwise, k: Kernel, bindings: Mapping[str, str], told: str) -> str:
@@ -48,9 +46,16 @@ def _kernel_call(step: Pointwise, k: Kernel, bindings: Mapping[str, str], told: 
     more = [tensor.name for tensor in step.like if tensor.name not in read]
     tensors = [bindings.get(name, name) for name in (*read, *more)]
     tensors += [told] if step.layout == CHANNELS_LAST else []
+    return _run(step, tensors, step.body.results)
+
+
+def _run(
+    step: Pointwise | Joined | Contraction, tensors: Sequence[str], results: Sequence[str]
+) -> str:
+    """The line that runs a step's function."""
     numbers = [scalar.text for scalar in step.scalars]
-    args = ", ".join([f"_cuda.{k.name}_forward", *tensors, *numbers])
-    return f"{', '.join(step.body.results)} = _run({args})"
+    args = ", ".join([f"_cuda.{step.name}_forward", *tensors, *numbers])
+    return f"{', '.join(results)} = _run({args})"
 
 
 def _result_text(output: Ref | Output | None, bindings: Mapping[str, str]) -> str:

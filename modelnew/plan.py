@@ -16,13 +16,7 @@ from typing import Any
 
 from modelnew import ops
 from modelnew.canonical import canonical, with_bias_apart
-from modelnew.contractions import (
-    copy,
-    random_order,
-    waits_for,
-    with_contractions,
-    with_products_apart,
-)
+from modelnew.contractions import with_contractions, with_products_apart
 from modelnew.ir import (
     Access,
     Body,
@@ -46,6 +40,7 @@ from modelnew.names import renamed
 from modelnew.naming import named
 from modelnew.products import SPLIT
 from modelnew.statistics import with_statistics_apart
+from modelnew.steps import copy, map_operands, random_order, waits_for
 from modelnew.strides import Strides
 from modelnew.views import ITEM, RESHAPING, is_view
 
@@ -274,13 +269,11 @@ class _Grouping:
             pending.append(root)
 
     def _reading(self, *cones: _Region) -> int:
-        """How many operands a kernel for all of these reads. For each dimension along which it
-        depends on where an element is there is one more, and a map, which is as long again."""
+        """How many operands a kernel for all of these reads."""
         leaves = {name for cone in cones for name in cone.leaves}
         members = {name for cone in cones for name in cone.members}
-        moved = [moves(self.nodes[name]) for name in leaves if name in self.nodes]
-        placed = [ops.placed(self.nodes[name]) for name in members]
-        return len(leaves) + 2 * sum(map(len, (*moved, *placed)))
+        moved = [self.nodes[name] for name in leaves if name in self.nodes]
+        return len(leaves) + map_operands(moved, [self.nodes[name] for name in members])
 
     def _can_join(self, region: _Region, cone: _Region, regions: Sequence[_Region]) -> bool:
         """Whether one kernel can compute both: same space, something in common, no cycle."""

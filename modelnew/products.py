@@ -12,14 +12,14 @@ from modelnew.ir import Contraction, Graph, Node, Ref, Tensor
 # What `--matmul` chooses among: own kernels for products, or PyTorch's.
 SPLIT, LIBRARY = "split", "library"
 
-# By operator: the operands that are multiplied, and what is added.
+# By product: the operands that are multiplied, and what is added.
 PRODUCTS: Mapping[str, tuple[str, str, str | None]] = {
-    "aten.linear.default": ("input", "weight", "bias"),
-    "aten.matmul.default": ("self", "other", None),
-    "aten.mm.default": ("self", "mat2", None),
-    "aten.bmm.default": ("self", "mat2", None),
-    "aten.addmm.default": ("mat1", "mat2", "self"),
-    "aten.baddbmm.default": ("batch1", "batch2", "self"),
+    "linear": ("input", "weight", "bias"),
+    "matmul": ("self", "other", None),
+    "mm": ("self", "mat2", None),
+    "bmm": ("self", "mat2", None),
+    "addmm": ("mat1", "mat2", "self"),
+    "baddbmm": ("batch1", "batch2", "self"),
 }
 EINSUM = "aten.einsum.default"
 
@@ -108,7 +108,7 @@ def why_not(node: Node, graph: Graph) -> str | None:
 
 def is_product(node: Node) -> bool:
     """Whether a call is of an operator that multiplies matrices."""
-    return node.op in PRODUCTS or node.op == EINSUM
+    return _names(node) is not None or node.op == EINSUM
 
 
 def taken(node: Node, graph: Graph) -> bool:
@@ -120,10 +120,16 @@ def operands_of(node: Node) -> tuple[str, str] | None:
     """The names of the two tensors that are multiplied."""
     if node.op == EINSUM:
         return _of_einsum(node)
-    if node.op not in PRODUCTS:
+    names = _names(node)
+    if names is None:
         return None
-    left, right = (node.value(name) for name in PRODUCTS[node.op][:2])
+    left, right = (node.value(name) for name in names[:2])
     return (left.name, right.name) if isinstance(left, Ref) and isinstance(right, Ref) else None
+
+
+def _names(node: Node) -> tuple[str, str, str | None] | None:
+    """The row of PRODUCTS for a call that makes a result of its own."""
+    return PRODUCTS.get(node.packet) if node.op == f"aten.{node.packet}.default" else None
 
 
 def _of_einsum(node: Node) -> tuple[str, str] | None:
@@ -147,7 +153,7 @@ def _of_einsum(node: Node) -> tuple[str, str] | None:
 
 def _why_not_added(node: Node, graph: Graph) -> str | None:
     """Why what a call adds to the product is not a kernel's step."""
-    added = PRODUCTS[node.op][2] if node.op in PRODUCTS else None
+    _, _, added = _names(node) or (None, None, None)
     value = node.value(added) if added else None
     if not isinstance(value, Ref):
         return None

@@ -16,11 +16,7 @@ import jinja2
 from modelnew import contexts, emit, tune
 from modelnew.folding import fold
 from modelnew.forward import forward_lines
-from modelnew.ir import (
-    Guard,
-    ModelNewError,
-    Plan,
-)
+from modelnew.ir import Guard, ModelNewError, Plan
 from modelnew.ops import FLOATS
 from modelnew.products import DEPTH, LEAST, WORTH
 from modelnew.reference import Reference
@@ -105,7 +101,7 @@ def render(ref: Reference, plan: Plan, chosen: Options | None = None) -> str:
         imports=tuple(_imports(source, bool(made.kernels))),
         definitions=source.definitions,
         compiled=bool(made.kernels),
-        hopper=any(k.product for k in made.kernels),
+        hopper=bool(made.products),
         shared=shared,
         cuda=cuda,
         cpp=cpp,
@@ -157,7 +153,7 @@ def _shared(made: contexts.Module) -> str:
         broadcast=_broadcast(made),
         tiled=_tiled(made.kernels),
         moved=any(k.by_place for k in made.kernels),
-        products=any(k.product for k in made.kernels),
+        products=bool(made.products),
     )
 
 
@@ -166,13 +162,8 @@ def _broadcast(made: contexts.Module) -> bool:
 
     Tiles are cut for several, so one that converts layouts counts as one.
     """
-    return bool(made.joins) or any(
-        k.format
-        or k.tiled
-        or k.by_place
-        or k.product
-        or k.count > 2
-        or {o.ctype for o in k.operands} != {"T"}
+    return bool(made.joins or made.products) or any(
+        k.format or k.tiled or k.by_place or k.count > 2 or {o.ctype for o in k.operands} != {"T"}
         for k in made.kernels
     )
 
@@ -191,20 +182,19 @@ def _cuda(made: contexts.Module, options: Options) -> str:
     more += ["run_packs"] if any(k.packs > 1 for k in made.launched) else []
     more += ["moved"] if any(k.by_place for k in kernels) else []
     more += ["parts"] if any(j.merged for j in made.joins) else []
-    products = [k for k in kernels if k.product]
-    more += PRODUCT_HEADERS if products else []
+    more += PRODUCT_HEADERS if made.products else []
     template = _environment().get_template("pointwise.cu.jinja")
     contraction = _environment().get_template("contraction.cu.jinja")
     dtypes = [contexts.dtype(name, launch.vec_bytes) for name in options.dtypes]
     includes = (*C_INCLUDES, "utility") if _tiled(kernels) else C_INCLUDES
-    includes = ("cuda.h", *includes) if products else includes
+    includes = ("cuda.h", *includes) if made.products else includes
     parts = [
         "".join(f"#include <{name}>\n" for name in includes),
         f"constexpr int kThreads = {launch.threads};\n",
         *map(device_text, ["storage", "pack", space, "run", *more, *functions]),
         *(template.render(k=k, dtypes=dtypes, broadcast=broadcast) for k in made.launched),
         *_joined(made, dtypes),
-        *(contraction.render(k=k.epilogue, broadcast=broadcast) for k in products),
+        *(contraction.render(k=k.epilogue, broadcast=broadcast) for k in made.products),
     ]
     return "\n".join(parts)
 

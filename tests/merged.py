@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from modelnew import invariants
 from modelnew.interpret import interpret
-from modelnew.ir import Joined, Library, Plan
+from modelnew.ir import Contraction, Joined, Library, Plan
 from modelnew.measure.gate import compare
 from modelnew.measure.nested import cast, map_tensors, tensors
 from modelnew.plan import plan
@@ -69,6 +69,25 @@ def _statements(body: str) -> str:
     return body if "return " in body else f"return {body}"
 
 
+def kernels_of(made: Plan) -> list[str]:
+    """All steps but views: kernels by name, concatenations with those of their parts, products in
+    angles with a plus where the product is written too, library calls in brackets."""
+    found = []
+    for step in made.steps:
+        match step:
+            case Contraction():
+                also = step.epilogue.body.statements[0].packet == "clone"
+                alone = len(step.epilogue.body.results) == 1
+                found.append(f"<{step.name}>{'+' if also and not alone else ''}")
+            case Joined():
+                found.append(f"cat({', '.join(part.name for part in step.parts)})")
+            case Library():
+                found += [] if step.node.views else [f"[{step.node.packet}]"]
+            case _:
+                found.append(step.name)
+    return found
+
+
 @dataclass(frozen=True)
 class Subject:
     """A reference with its plan and, where it was built, its solution."""
@@ -79,18 +98,7 @@ class Subject:
 
     @property
     def kernels(self) -> list[str]:
-        """All steps but views: kernels by name, concatenations with those of their parts, library
-        calls in brackets."""
-        found = []
-        for step in self.plan.steps:
-            match step:
-                case Joined():
-                    found.append(f"cat({', '.join(part.name for part in step.parts)})")
-                case Library():
-                    found += [] if step.node.views else [f"[{step.node.packet}]"]
-                case _:
-                    found.append(step.name)
-        return found
+        return kernels_of(self.plan)
 
     @property
     def views(self) -> list[Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from merged import Inputs, Subject, planned
+from merged import Inputs, Subject, kernels_of, planned
 from references import reference_text
 from test_plan import answer_of_the_text
 from torch import nn
@@ -22,7 +22,7 @@ from modelnew import invariants, products
 from modelnew.contractions import bias, triangle
 from modelnew.explain import page
 from modelnew.interpret import interpret
-from modelnew.ir import Contraction, Joined, Library, Plan, step_reads
+from modelnew.ir import Contraction, Library, Plan, step_reads
 from modelnew.measure.build import kind
 from modelnew.measure.nested import tensors
 from modelnew.plan import MAX_OPERANDS, plan
@@ -216,24 +216,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "DEPTH", 1)
 
 
-def steps_of(made: Plan) -> list[str]:
-    """All steps but views, as the tables above have them."""
-    found = []
-    for step in made.steps:
-        match step:
-            case Contraction():
-                also = step.epilogue.body.statements[0].packet == "clone"
-                alone = len(step.epilogue.body.results) == 1
-                found.append(f"<{step.name}>{'+' if also and not alone else ''}")
-            case Joined():
-                found.append(f"cat({', '.join(part.name for part in step.parts)})")
-            case Library():
-                found += [] if step.node.views else [f"[{step.node.packet}]"]
-            case _:
-                found.append(step.name)
-    return found
-
-
 def contractions(made: Plan) -> list[Contraction]:
     return [step for step in made.steps if isinstance(step, Contraction)]
 
@@ -263,7 +245,7 @@ def test_steps(name: str, small: None, tmp_path: Path) -> None:
     """The steps are those of the table, and give the model's answer, by the text of forward too."""
     body, steps = CASES[name]
     subject = planned(GIVEN.text(body), tmp_path / "reference.py")
-    assert steps_of(subject.plan) == steps
+    assert kernels_of(subject.plan) == steps
     judge(subject, interpret)
     judge(subject, answer_of_the_text)
     assert page(subject.plan)
@@ -442,7 +424,7 @@ def test_both_modes(small: None, tmp_path: Path) -> None:
     """In evaluation the dropout is nothing, and in training a call in between."""
     subject = planned(GIVEN.text("self.drop(self.linear(x)).relu()"), tmp_path / "reference.py")
     assert subject.plan.other is not None
-    found = {made.graph.training: steps_of(made) for made in subject.plan.modes}
+    found = {made.graph.training: kernels_of(made) for made in subject.plan.modes}
     assert found == {
         True: ["<linear_add>", "[dropout]", "relu"], False: ["<linear_add_relu>"],
     }  # fmt: skip

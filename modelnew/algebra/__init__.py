@@ -15,8 +15,9 @@ from dataclasses import replace
 from modelnew import ops
 from modelnew.algebra.convolutions import convolution
 from modelnew.algebra.edit import Edit, Facts, Refused, require
-from modelnew.algebra.products import PRODUCTS, dims_text, from_the_last, of_product, origins
+from modelnew.algebra.products import dims_text, from_the_last, of_product, origins
 from modelnew.ir import Graph, Guard, Node, Ref, refs_in
+from modelnew.products import PRODUCTS
 
 
 def rewrite(graph: Graph) -> tuple[Graph, tuple[str, ...]]:

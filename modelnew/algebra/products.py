@@ -22,16 +22,8 @@ from modelnew.algebra.edit import Edit, Facts, require
 from modelnew.algebra.ranges import number
 from modelnew.files import REAL
 from modelnew.ir import Arg, Live, Node, Ref, Tensor, refs_in
+from modelnew.products import PRODUCTS
 
-# By product: the operands that are multiplied, and what is added.
-PRODUCTS: Mapping[str, tuple[str, str, str | None]] = {
-    "linear": ("input", "weight", "bias"),
-    "matmul": ("self", "other", None),
-    "mm": ("self", "mat2", None),
-    "bmm": ("self", "mat2", None),
-    "addmm": ("mat1", "mat2", "self"),
-    "baddbmm": ("batch1", "batch2", "self"),
-}
 SCALES = ("mul", "div", "neg")  # f(a y) = a f(y)
 SHIFTS = ("add", "sub", "rsub")  # f(y + t) = f(y) + f(t)
 LAYOUTS = ("unsqueeze", "squeeze")  # of dimensions before those that f is over

@@ -11,8 +11,9 @@ from modelnew.ir import Contraction, Library, ModelNewError, Plan
 from modelnew.measure.child import Json, Report, describe
 from modelnew.measure.load import execute_solution
 from modelnew.pipeline import planned
+from modelnew.products import PRODUCTS
 
-PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "einsum", "mv", "dot", "addmv"}
+MULTIPLYING = {*PRODUCTS, "einsum", "mv", "dot", "addmv"}
 
 
 def child(payload: Json, report: Report) -> Json:
@@ -55,7 +56,7 @@ def kind(plan: Plan) -> str:
     calls |= {step.node.packet for step in plan.steps if isinstance(step, Contraction)}
     if any("conv" in call for call in calls):
         main = "convolution"
-    elif calls & PRODUCTS:
+    elif calls & MULTIPLYING:
         main = "product"
     elif calls:
         main = "library"
