@@ -51,8 +51,8 @@ algebra_option = click.option(
 )  # fmt: skip
 matmul_option = click.option(
     "--matmul", type=click.Choice(["split", "library"]), default="split", show_default=True,
-    help="Large products in float32: by split float16 products with what follows them in one "
-    "kernel, or PyTorch's.",
+    help="Large products: on tensor cores with what follows them in one kernel, those of float32 "
+    "by split float16 products, or PyTorch's.",
 )  # fmt: skip
 
 

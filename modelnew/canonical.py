@@ -43,7 +43,7 @@ DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropou
 # Library calls whose result is memory of its own, whatever the arguments: no schema says so of
 # a composite operator, and einsum, dropout or type_as may well return their operand.
 FRESH = (
-    "linear", "mm", "bmm", "addmm", "baddbmm", "mv", "dot", "batch_norm", "layer_norm",
+    "linear", "mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot", "batch_norm", "layer_norm",
     "group_norm", "instance_norm", "conv1d", "conv2d", "conv3d", "conv_transpose1d",
     "conv_transpose2d", "conv_transpose3d", "max_pool2d", "max_pool3d", "avg_pool2d", "avg_pool3d",
     "adaptive_avg_pool2d", "adaptive_avg_pool3d", "sum", "mean", "amax", "amin", "softmax",

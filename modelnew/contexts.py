@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from modelnew.formula import WIDTH
 from modelnew.ir import DTYPE_BYTES
 from modelnew.moves import Mapped
+from modelnew.products import Kind
 
 C_TYPES: Mapping[str, str] = {
     "bool": "bool", "uint8": "uint8_t", "int8": "int8_t", "int16": "int16_t", "int32": "int32_t",
@@ -156,17 +157,24 @@ class Scalar:
     text: str
 
 
+_WITH_BIAS: Mapping[str, str] = {"mm": "addmm", "bmm": "baddbmm", "mv": "addmv"}
+
+
 @dataclass(frozen=True)
 class Factors:
     """The two operands of `product`, which ATen's operator `op` multiplies: of linear the second is
-    [columns, k], else [k, columns]. See contractions for `triangle` and `bias`."""
+    [columns, k], else [k, columns], or a `vector` of k. See contractions for `triangle` and `bias`,
+    products for `width`."""
 
+    kind: Kind
     product: str
     first: str
     second: str
     op: str
     triangle: tuple[int, int] | None = None
     bias: str | None = None
+    width: int = 0
+    vector: bool = False
 
     @property
     def linear(self) -> bool:
@@ -177,7 +185,7 @@ class Factors:
         """PyTorch's own product, with the bias where there is one."""
         if self.linear:
             return "at::linear"
-        return {"mm": "at::addmm", "bmm": "at::baddbmm"}[self.op] if self.bias else "at::matmul"
+        return f"at::{_WITH_BIAS[self.op]}" if self.bias else "at::matmul"
 
     @property
     def multiplied(self) -> str:
@@ -189,8 +197,10 @@ class Factors:
 
     @property
     def lines(self) -> str:
-        """C++ for the rows and the columns that are multiplied."""
-        return f"{self.first}, {self.second}{'' if self.linear else '.mT()'}"
+        """C++ for the rows and the columns that are multiplied, and the width."""
+        across = not self.linear and not self.vector
+        width = f", {self.width}" if self.width else ""
+        return f"{self.first}, {self.second}{'.mT()' if across else ''}{width}"
 
 
 @dataclass(frozen=True)
@@ -243,8 +253,9 @@ class Kernel:
 
     @property
     def others(self) -> str:
-        """What is read beside the product."""
-        return ", ".join(o.value for o in self.inputs if o != self.product)
+        """What is read beside the product and may have a say in its dtype."""
+        given = (o for o in self.inputs if o.follows or o.is_number)
+        return ", ".join(o.value for o in given if o != self.product)
 
     @property
     def operands(self) -> tuple[Operand, ...]:
@@ -397,6 +408,23 @@ class Kernel:
                      for given, types in found]  # fmt: skip
             same = [(given, f"{types}, {ctype}") for given, types in found]
             found = [*mixed, *same] if ctype == "float" else same
+        return tuple(found)
+
+    def products(self, dtypes: Sequence[Dtype]) -> tuple[tuple[str, str, str], ...]:
+        """What launches the product in each dtype of its kind, with its condition in C and the type
+        arguments of the epilogue; operands and result have one dtype, to which all else goes."""
+        assert self.factors is not None
+        kind, found = self.factors.kind, []
+        if not kind.is_generic:
+            (name,) = kind.dtypes
+            return tuple((given, kind.run, types) for given, types in self.types(_DTYPES[name][0]))
+        for type_ in dtypes:
+            if type_.name in kind.dtypes:
+                width = f", {self.factors.width}" if self.factors.width else ""
+                run = f"{kind.run}<{type_.ctype}{width}>"
+                for given, types in self.types(type_.ctype):
+                    conditions = filter(None, [f"ops.dtype == {type_.code}", given])
+                    found.append((" && ".join(conditions), run, types))
         return tuple(found)
 
     @property
@@ -552,6 +580,11 @@ class Module:
     def products(self) -> tuple[Kernel, ...]:
         """The kernels that are epilogues of products."""
         return tuple(k for k in self.kernels if k.product)
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kinds of its products."""
+        return tuple(dict.fromkeys(k.factors.kind for k in self.kernels if k.factors))
 
     @property
     def by_name(self) -> Mapping[str, Kernel]:

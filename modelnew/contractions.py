@@ -31,18 +31,20 @@ from modelnew.ir import (
     step_writes,
 )
 from modelnew.names import renamed, unused, with_results
+from modelnew.ops import FLOATS, operands
 from modelnew.products import (
     EINSUM,
     PRODUCTS,
+    Kind,
+    choice,
     is_product,
     operands_of,
     product_of,
     taken,
-    why_not,
 )
 from modelnew.steps import clone, copy, map_operands, random_order, waits_for
 
-BARE = {"addmm": "mm", "baddbmm": "bmm"}
+BARE = {"addmm": "mm", "baddbmm": "bmm", "addmv": "mv"}
 
 # Steps that keep one triangle of a matrix: see `triangle`.
 TRIANGLES = {"lower_triangle": 1, "upper_triangle": -1}
@@ -135,10 +137,11 @@ def with_contractions(
     work = _Work(graph, list(steps), epochs, most)
     for step in steps:
         if isinstance(step, Library) and is_product(step.node):
-            if (why := why_not(step.node, graph)) is None:
-                work.contract(step)
-            else:
-                work.exchange([step], replace(step, why=why))
+            match choice(step.node, graph):
+                case Kind() as kind:
+                    work.contract(step, kind.name)
+                case why:
+                    work.exchange([step], replace(step, why=why))
     return replace(graph, tensors=work.tensors), work.steps
 
 
@@ -198,7 +201,7 @@ class _Work:
     def exchange(self, old: Sequence[Step], new: Step) -> None:
         self.steps = [step for step in self.steps if not any(step is o for o in old)] + [new]
 
-    def contract(self, step: Library) -> None:
+    def contract(self, step: Library, kind: str) -> None:
         """Puts a Contraction in the place of a product and of the kernel that is its epilogue."""
         (product,) = step.node.outputs
         kernel = next((k for k in self.steps if self._follows(k, step.node)), None)
@@ -209,7 +212,7 @@ class _Work:
             others = [s for s in self.steps if s is not kernel and product.name in step_reads(s)]
             if not others and product.name not in self.graph.results:
                 epilogue = _in_memory(kernel, operands)
-                self.exchange([step, kernel], Contraction("", node, operands, epilogue))
+                self.exchange([step, kernel], Contraction("", kind, node, operands, epilogue))
                 return
         # The name is that of what is in memory, for those that read it there.
         inner = replace(product, name=unused(f"{product.name}_product", self.reserved))
@@ -217,9 +220,10 @@ class _Work:
         node = replace(node, result=inner.name, outputs=(inner,))
         if isinstance(kernel, Pointwise):
             epilogue = _with_product(_in_memory(kernel, operands), inner, product)
-            self.exchange([step, kernel], Contraction("", node, operands, epilogue))
+            self.exchange([step, kernel], Contraction("", kind, node, operands, epilogue))
         else:
-            self.exchange([step], Contraction("", node, operands, copy(inner, product)))
+            epilogue = copy(inner, product)
+            self.exchange([step], Contraction("", kind, node, operands, epilogue))
 
     def _follows(self, step: Step, node: Node) -> bool:
         """Whether a step is a kernel that can be the epilogue of a product."""
@@ -230,6 +234,7 @@ class _Work:
         shape = node.outputs[0].shape
         alike = {tensor.shape for tensor in step.writes} == {shape}
         same = self.epochs[step.body.results[0]] == self.epochs[node.result]
+        same &= _keeps_dtype(step, node.outputs[0])
         # The two operands and the product, if it is written, for the product that is read.
         moved = [access.node for access in step.reads if access.node]
         given = len(step.reads) + len(step.writes) + map_operands(moved, step.body.statements)
@@ -249,6 +254,15 @@ class _Work:
                 seen.add(name)
                 stack += waits_for(makers[name], self.after)
         return False
+
+
+def _keeps_dtype(step: Pointwise, product: Tensor) -> bool:
+    """Whether what a kernel reads beside a product leaves it its dtype: nothing converts what is
+    not in memory."""
+    single = {name for node in step.body.statements for name in operands(node, "single")}
+    read = [access.tensor for access in step.reads if access.tensor.name not in single]
+    floats = {tensor.dtype for tensor in read if tensor.dtype in FLOATS and tensor.shape}
+    return product.dtype == "float32" or floats == {product.dtype}
 
 
 def _in_memory(step: Pointwise, operands: Sequence[Tensor]) -> Pointwise:

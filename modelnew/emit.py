@@ -28,6 +28,7 @@ from modelnew.ir import Arg, Contraction, Joined, Live, Node, Plan, Pointwise, R
 from modelnew.joins import join_dim
 from modelnew.layout import CHANNELS_LAST
 from modelnew.moves import Mapped, Move, moves
+from modelnew.products import KINDS, width
 
 # Names that the kernel templates use, and C++ words that are legal Python names.
 RESERVED = frozenset([
@@ -106,8 +107,9 @@ def contraction(step: Contraction) -> Kernel:
     first, second = (scope.values[tensor.name] for tensor in step.operands)
     added = bias(step)
     factors = Factors(
-        product, first, second, step.node.packet, triangle(step),
-        scope.values[added] if added else None,
+        KINDS[step.kind], product, first, second, step.node.packet, triangle(step),
+        scope.values[added] if added else None, width(step),
+        len(step.operands[1].shape) == 1,
     )  # fmt: skip
     made = kernel(replace(step.epilogue, name=step.name), scope)
     return replace(made, factors=factors, formula=contraction_formula(step))

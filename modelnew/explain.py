@@ -82,7 +82,7 @@ def _product(step: Contraction, count: int) -> list[str]:
     return [
         _heading(step, count),
         *(f"    {line}" for line in contraction_formula(step)),
-        f"    {sizes(step)}",
+        f"    {sizes(step)}, {step.kind}",
         _reads(step),
     ]
 

@@ -285,10 +285,12 @@ class Contraction:
     """A matrix product with what follows it in one kernel: `epilogue` reads the result of `node`
     where it is made, so that it is never in memory unless the epilogue writes it too.
 
-    `operands` are the two tensors that `node` multiplies, in its order.
+    `operands` are the two tensors that `node` multiplies, in its order; `kind` names the way in
+    which kernels do, see products.
     """
 
     name: str
+    kind: str
     node: Node
     operands: tuple[Tensor, Tensor]
     epilogue: Pointwise

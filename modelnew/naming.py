@@ -10,6 +10,7 @@ from typing import Any
 from modelnew.ir import Arg, Contraction, Joined, Live, Node, Pointwise, Ref, Step
 from modelnew.joins import join_dim
 from modelnew.moves import moves
+from modelnew.products import width
 
 
 def named(steps: Sequence[Step], names: dict[Any, str]) -> tuple[Step, ...]:
@@ -67,7 +68,7 @@ def _contraction_signature(step: Contraction) -> Any:
     reads = {access.tensor.name: i for i, access in enumerate(step.reads)}
     ranks = tuple((reads[tensor.name], len(tensor.shape)) for tensor in step.operands)
     inside = tuple(reads.get(access.tensor.name, "product") for access in step.epilogue.reads)
-    return "product", step.node.op, ranks, step.epilogue.name, inside
+    return "product", step.kind, width(step), step.node.op, ranks, step.epilogue.name, inside
 
 
 def _maths(step: Contraction) -> list[Node]:

@@ -18,7 +18,7 @@ from modelnew.folding import fold
 from modelnew.forward import forward_lines
 from modelnew.ir import Guard, ModelNewError, Plan
 from modelnew.ops import FLOATS
-from modelnew.products import DEPTH, LEAST, WORTH
+from modelnew.products import Kind
 from modelnew.reference import Reference
 from modelnew.source import Constructor, constructor
 from modelnew.summary import header, mode_text
@@ -26,8 +26,6 @@ from modelnew.summary import header, mode_text
 TEMPLATES = Path(__file__).resolve().parent.parent / "templates"
 
 C_INCLUDES = ("cuda_bf16.h", "cuda_fp16.h", "math.h")
-# The files of templates/device that products take, in their order.
-PRODUCT_HEADERS = ["hopper", "split", "product", "narrow", "exact", "contract"]
 HOST_INCLUDES = (
     "c10/cuda/CUDAException.h",
     "c10/cuda/CUDAGuard.h",
@@ -101,7 +99,7 @@ def render(ref: Reference, plan: Plan, chosen: Options | None = None) -> str:
         imports=tuple(_imports(source, bool(made.kernels))),
         definitions=source.definitions,
         compiled=bool(made.kernels),
-        hopper=bool(made.products),
+        hopper=_hopper(made),
         shared=shared,
         cuda=cuda,
         cpp=cpp,
@@ -153,7 +151,8 @@ def _shared(made: contexts.Module) -> str:
         broadcast=_broadcast(made),
         tiled=_tiled(made.kernels),
         moved=any(k.by_place for k in made.kernels),
-        products=bool(made.products),
+        kinds=made.kinds,
+        hopper=_hopper(made),
     )
 
 
@@ -166,6 +165,11 @@ def _broadcast(made: contexts.Module) -> bool:
         k.format or k.tiled or k.by_place or k.count > 2 or {o.ctype for o in k.operands} != {"T"}
         for k in made.kernels
     )
+
+
+def _hopper(made: contexts.Module) -> bool:
+    """Whether a kernel has instructions that only sm_90a knows."""
+    return any("hopper" in kind.headers for kind in made.kinds)
 
 
 def _tiled(kernels: Sequence[contexts.Kernel]) -> bool:
@@ -182,19 +186,22 @@ def _cuda(made: contexts.Module, options: Options) -> str:
     more += ["run_packs"] if any(k.packs > 1 for k in made.launched) else []
     more += ["moved"] if any(k.by_place for k in kernels) else []
     more += ["parts"] if any(j.merged for j in made.joins) else []
-    more += PRODUCT_HEADERS if made.products else []
+    more += dict.fromkeys(header for kind in made.kinds for header in kind.headers)
     template = _environment().get_template("pointwise.cu.jinja")
     contraction = _environment().get_template("contraction.cu.jinja")
     dtypes = [contexts.dtype(name, launch.vec_bytes) for name in options.dtypes]
     includes = (*C_INCLUDES, "utility") if _tiled(kernels) else C_INCLUDES
-    includes = ("cuda.h", *includes) if made.products else includes
+    includes = ("cuda.h", *includes) if _hopper(made) else includes
     parts = [
         "".join(f"#include <{name}>\n" for name in includes),
         f"constexpr int kThreads = {launch.threads};\n",
         *map(device_text, ["storage", "pack", space, "run", *more, *functions]),
         *(template.render(k=k, dtypes=dtypes, broadcast=broadcast) for k in made.launched),
         *_joined(made, dtypes),
-        *(contraction.render(k=k.epilogue, broadcast=broadcast) for k in made.products),
+        *(
+            contraction.render(k=k.epilogue, dtypes=dtypes, broadcast=broadcast)
+            for k in made.products
+        ),
     ]
     return "\n".join(parts)
 
@@ -242,7 +249,7 @@ def _cpp(made: contexts.Module, options: Options) -> str:
             dtypes=dtypes,
             supported=supported,
         ),
-        *_factors(multiplied),
+        *_factors(made.kinds),
         *(template.render(k=k, broadcast=broadcast) for k in made.wrapped),
         *(f"{k.launch_signature};\n" for k in written),
         *(joined.render(j=j) for j in made.joins),
@@ -250,11 +257,14 @@ def _cpp(made: contexts.Module, options: Options) -> str:
     return "\n".join(parts)
 
 
-def _factors(multiplied: Collection[str]) -> Iterator[str]:
-    """What the wrappers of products share."""
-    if multiplied:
-        template = _environment().get_template("factors.cpp.jinja")
-        yield template.render(least=LEAST, depth=DEPTH, worth=WORTH)
+def _factors(kinds: Sequence[Kind]) -> Iterator[str]:
+    """What the wrappers of products share, and what those of each kind do."""
+    if kinds:
+        sides = {kind.side for kind in kinds}
+        yield _environment().get_template("factors.cpp.jinja").render(sides=sides)
+    for kind in kinds:
+        dtypes = [contexts.dtype(name, 16) for name in kind.dtypes]
+        yield _environment().get_template(kind.host).render(kind=kind, dtypes=dtypes)
 
 
 def _host_includes(

@@ -8,18 +8,9 @@ from modelnew import __version__
 from modelnew.files import ALGEBRA
 from modelnew.formula import KINDS, shortened, step_formula
 from modelnew.ir import Contraction, Library, Node, Plan, Pointwise, Step, Tensor, step_made
+from modelnew.products import KINDS as PRODUCT_KINDS
 from modelnew.products import sizes
 from modelnew.reference import Reference
-
-# How float32 products come about, lest a reader take them for hidden half precision.
-PRODUCTS = (
-    "Products are float32: operands are split into two float16 each, hi + lo, scaled by a power of",
-    "two, and tensor cores add up lo*hi, hi*lo and hi*hi in runs of 64 at most, joined by float32",
-    "additions. Their error against float64 was below that of cuBLAS's float32 in all that was",
-    "measured on an H200 (a linear layer of 8192: 1.9e-7 for 1.2e-6). What float16 cannot hold is",
-    "multiplied again in float32. Other GPUs, dtypes and small products take PyTorch's product,",
-    "with the same kernel behind it.",
-)
 
 
 def header(ref: Reference, plan: Plan) -> list[str]:
@@ -36,8 +27,11 @@ def header(ref: Reference, plan: Plan) -> list[str]:
     for made in plan.modes:
         mode = f" {mode_text(made)}" if plan.other else ""
         lines += ["", f"Plan{mode}, for the shapes it was traced with:", *_plan_lines(made)]
-    if any(isinstance(step, Contraction) for made in plan.modes for step in made.steps):
-        lines += ["", *PRODUCTS]
+    steps = [step for made in plan.modes for step in made.steps]
+    kinds = dict.fromkeys(step.kind for step in steps if isinstance(step, Contraction))
+    if kinds:
+        about = (line for kind in kinds for line in PRODUCT_KINDS[kind].about)
+        lines += ["", *dict.fromkeys(about)]
     return lines
 
 

@@ -7,7 +7,7 @@ as an argument, so that a solution that is rendered for 1024 rows also takes few
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -41,6 +41,17 @@ GIVEN: Mapping[str, str] = {
 }
 
 
+def names_in(body: str, given: Iterable[str]) -> list[str]:
+    return [name for name in given if re.search(rf"\b{name}\b", body)]
+
+
+def forward_text(body: str, names: Iterable[str]) -> str:
+    """A forward of statements, or of one expression."""
+    lines = body if "return " in body else f"return {body}"
+    indented = "\n".join(f"    {line.strip()}" for line in lines.strip().splitlines())
+    return f"def forward(self, {', '.join(names)}):\n{indented}"
+
+
 @dataclass(frozen=True)
 class Case:
     """A forward of some of GIVEN, and how many product kernels and epilogues its file has."""
@@ -49,18 +60,26 @@ class Case:
     kernels: int
     epilogues: int
     init: str = ""
+    dtype: str = "float32"
+    n: int = 1024
 
     @property
     def names(self) -> list[str]:
-        return [name for name in GIVEN if re.search(rf"\b{name}\b", self.body)]
+        return names_in(self.body, GIVEN)
 
     @property
     def text(self) -> str:
-        lines = self.body if "return " in self.body else f"return {self.body}"
-        body = "\n".join(f"    {line.strip()}" for line in lines.strip().splitlines())
-        forward = f"def forward(self, {', '.join(self.names)}):\n{body}"
-        drawn = ", ".join(GIVEN[name] for name in self.names)
-        return reference_text(forward, drawn, self.init, 1024) + "k, m = n + 32, n + 16\n"
+        drawn = ", ".join(map(self.drawn, self.names))
+        return (
+            reference_text(forward_text(self.body, self.names), drawn, self.init, self.n)
+            + "k, m = n + 32, n + 16\n"
+        )
+
+    def drawn(self, name: str) -> str:
+        """The text that draws an argument."""
+        text = GIVEN[name]
+        whole = self.dtype == "float32" or not text.endswith(")") or name == "half"
+        return text if whole else f"{text}.to(torch.{self.dtype})"
 
 
 CASES: Mapping[str, Case] = {
@@ -84,6 +103,21 @@ CASES: Mapping[str, Case] = {
     "modes": Case("F.dropout(x @ w + 1, 0.5, self.training).relu()", 2, 2),
 }  # fmt: skip
 
+# Of half types, in which products are worth kernels from another size on, and where lines do not
+# begin at multiples of 16 bytes.
+HALVES: Mapping[str, Case] = {
+    "half bare": Case("torch.mm(x, w)", 1, 2, dtype="float16", n=4099),
+    "half linear": Case("F.gelu(F.linear(x, v, row)) * self.scale + y", 1, 2, "self.scale = 0.75",
+                        "bfloat16", 4099),
+    "half number": Case("(x @ w) * mask * column + row", 1, 4, dtype="float16", n=4099),
+    "half batches": Case("torch.tril(torch.bmm(a, b), 3).masked_fill(mask, -1.0)", 1, 2,
+                         dtype="bfloat16", n=4099),
+    "half raw": Case("p = torch.einsum('bij,jk->bik', a, w)\nreturn p, torch.sigmoid(p)", 1, 2,
+                     dtype="float16", n=4099),
+    "both kinds": Case("F.relu(x @ w), F.relu(half @ half.mT)", 2, 3, n=4099),
+}  # fmt: skip
+EVERY = {**CASES, **HALVES}
+
 
 @dataclass(frozen=True)
 class Made:
@@ -97,9 +131,9 @@ class Made:
     def for_small(self) -> str:
         """With products of every size by its own kernels, and no checks of sizes, which are those
         that the graph was traced for where something might broadcast."""
-        pattern = r"^(bool pays\(.*\) \{\n)(?:    .*\n)+"
+        pattern = r"^(bool \w+_pays\([^{]*\) \{\n)(?:    .*\n)+"
         text, count = re.subn(pattern, r"\1    return true;\n", self.text, flags=re.MULTILINE)
-        assert count == 1, "the text does not say which products its kernels take"
+        assert count >= 1, "the text does not say which products its kernels take"
         return re.sub(r"^ +_check\(.*\n", "", text, flags=re.MULTILINE)
 
 
@@ -107,7 +141,7 @@ class Made:
 def made(name: str, dtypes: Sequence[str] = Options().dtypes) -> Made:
     with TemporaryDirectory() as folder:
         path = Path(folder) / f"{name}.py"
-        path.write_text(CASES[name].text)
+        path.write_text(EVERY[name].text)
         ref = load(path)
         found = plan(trace(ref))
         invariants.check_plan(found)
@@ -118,4 +152,5 @@ def inputs(name: str, n: int, k: int, m: int) -> list[Tensor]:
     """Those of get_inputs with other sizes, always the same."""
     torch.manual_seed(1)
     space = {"torch": torch, "n": n, "k": k, "m": m}
-    return [eval(GIVEN[given], space) for given in CASES[name].names]
+    case = EVERY[name]
+    return [eval(case.drawn(given), space) for given in case.names]

@@ -53,9 +53,11 @@ _SHARED_VARIABLE = re.compile(
 )
 IN_ASSEMBLY = (
     "cluster_sync", "of_block", "barrier_init", "barrier_expect", "barrier_arrive", "barrier_wait",
-    "copy_pieces", "copy_long", "multiply", "begin_multiplying", "commit_multiplying",
-    "finish_multiplying", "pin", "shared_address",
+    "copy_pieces", "copy_box", "multiply", "begin_multiplying", "commit_multiplying",
+    "finish_multiplying", "pin", "shared_address", "larger_of", "multiply_halves",
+    "finish_previous",
 )  # fmt: skip
+_PRODUCT = re.compile(r"\brun_\w*product\(")  # in the text of a file with one
 _INCLUDE = re.compile(r"^#include .*$", re.MULTILINE)
 
 Namespace = dict[str, Any]
@@ -210,7 +212,7 @@ def kernel_unit(every: Sequence[Sources], more: str = "") -> str:
     """The kernels with their launchers, and `more` code behind those of each file."""
     bodies = [(s.name, _on_cpu(s.cuda) + more) for s in every]
     assert not any("<<<" in body for _, body in bodies), "a launch of a form that is not known here"
-    header = "hopper.h" if any("run_product(" in s.cuda for s in every) else "cuda_on_cpu.h"
+    header = "hopper.h" if any("__grid_constant__" in s.cuda for s in every) else "cuda_on_cpu.h"
     return f"#include <{header}>\n" + _in_namespaces(bodies)
 
 
@@ -218,7 +220,7 @@ def _on_cpu(cuda: str) -> str:
     """Launches and shared memory as calls of tests/cpu_runtime."""
     launch = "launch_blocks" if "__syncthreads()" in cuda else "launch_threads"
     kernel = r"\1"
-    if "run_product(" in cuda:
+    if _PRODUCT.search(cuda):
         cuda = _without_assembly(cuda)
         cuda = _SHARED_VARIABLES.sub(r"__shared__ \1 \2; __shared__ \1 \3;", cuda)
         kernel = r"[&](const auto&... a) { \1(a...); }"  # a template's arguments are deduced
@@ -235,13 +237,8 @@ def _on_cpu(cuda: str) -> str:
 def _without_assembly(cuda: str) -> str:
     """With what cpu_runtime/hopper.h has for the functions of a product that are in assembly."""
     for name in IN_ASSEMBLY:
-        cuda, count = re.subn(
-            rf"^__device__ inline \w+ {name}\([^{{]*{{([^\n]*|.*?^)}}\n",
-            "",
-            cuda,
-            flags=re.M | re.S,
-        )
-        assert count, f"no function {name}"
+        head = rf"^(?:template <[^>]*>\n)?__device__ inline \w+ {name}\("
+        cuda = re.sub(rf"{head}[^{{]*{{([^\n]*|.*?^)}}\n", "", cuda, flags=re.M | re.S)
     cuda = re.sub(r"\basm volatile\(\"(setmaxnreg|fence)\.[^;]*;\"[^;]*\);", ";", cuda)
     cuda = re.sub(r"^#if (defined\(__CUDA_ARCH_FEAT_SM90_ALL\)|__CUDA_ARCH__ >= 900)$", "#if 1",
                   cuda, flags=re.M)  # fmt: skip

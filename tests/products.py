@@ -1,11 +1,12 @@
-"""How fast and how exact float32 products of generated files are, beside PyTorch's.
+"""How fast and how exact products of generated files are, beside PyTorch's.
 
     python tests/products.py --json benchmarks/products.json    on a machine with a Hopper GPU
 
-A file for `a @ b` and one for a linear layer with GELU are generated and run at every size. Times
-are medians of rounds in which the candidates take turns, each for a while, so that the chip's clock
-is the one it holds; nothing is kept between calls. Errors are relative Frobenius norms against
-float64. Beside the JSON a table in Markdown is written.
+Files for `a @ b`, by kind, and one for a linear layer with GELU are generated and run at every
+size. TF32 is left out where PyTorch multiplies the same way without. Times are medians of rounds in
+which the candidates take turns, each for a while, so that the chip's clock is the one it holds;
+nothing is kept between calls. Errors are relative Frobenius norms against float64. Beside the JSON
+a table in Markdown is written.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torch.nn import functional as F  # noqa: E402
 from modelnew.pipeline import generate  # noqa: E402
 from modelnew.render import Options  # noqa: E402
 
-Call: TypeAlias = Callable[[], torch.Tensor]
+Call: TypeAlias = Callable[..., torch.Tensor]
 
 MODEL = """
 import torch
@@ -42,7 +43,7 @@ class Model(nn.Module):
 
 
 def get_inputs():
-    return [torch.rand(2048, 2048), torch.rand(2048, 2048), torch.rand(2048)][:{count}]
+    return [{drawn}]
 
 
 def get_init_inputs():
@@ -58,13 +59,26 @@ SIZES = [
     (256, 524288, 256, "NN"),
 ]  # fmt: skip
 BATCHED = (128, 512, 1024, 2048)
+# Of float16, lines that do not begin at multiples of 16 bytes; and float32 by few columns.
+RAGGED = [(1000, 8100, 8190, "NN"), (1000, 8100, 8190, "NT")]
+THIN = [
+    (2048, 1 << 20, 1, "NN"), (8192, 8192, 1, "NN"), (32768, 32768, 1, "TN"), (8192, 8192, 4, "NN"),
+    (8192, 8192, 4, "TN"),
+]  # fmt: skip
+# What files are generated for.
+SQUARE = "torch.rand(2048, 2048), torch.rand(2048, 2048)"
+HALF = "torch.rand(4100, 4100).half(), torch.rand(4100, 4100).half()"
 
 
-def compiled(formula: str, names: str) -> Callable[..., torch.Tensor]:
-    """The function that a file for the formula calls."""
+def by_few(columns: int) -> str:
+    return f"torch.rand(8192, 8192), torch.rand(8192, {columns})"
+
+
+def compiled(formula: str, names: str, drawn: str = SQUARE) -> Call:
+    """The function that a file for the formula of such inputs calls."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / f"product_{len(names)}.py"
-        path.write_text(MODEL.format(formula=formula, names=names, count=len(names.split(","))))
+        path = Path(folder) / "product.py"
+        path.write_text(MODEL.format(formula=formula, names=names, drawn=drawn))
         solution = path.with_name(f"{path.stem}_new.py")
         solution.write_text(generate(path, {}, Options()).text)
         spec = importlib.util.spec_from_file_location(solution.stem, solution)
@@ -73,7 +87,7 @@ def compiled(formula: str, names: str) -> Callable[..., torch.Tensor]:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     (name,) = (name for name in dir(module._cuda) if name.endswith("_forward"))
-    function: Callable[..., torch.Tensor] = getattr(module._cuda, name)
+    function: Call = getattr(module._cuda, name)
     return function
 
 
@@ -115,15 +129,20 @@ def laid(x: torch.Tensor, across: bool) -> torch.Tensor:
 def rows(seconds: float) -> Iterator[dict[str, Any]]:
     """A row a size: what it is, milliseconds and errors by candidate."""
     product = compiled("a @ b", "a, b")
-    layer = compiled(LAYER, "a, b, c")
+    layer = compiled(LAYER, "a, b, c", f"{SQUARE}, torch.rand(2048)")
+    halves = compiled("a @ b", "a, b", HALF)
+    thin = {columns: compiled("a @ b", "a, b", by_few(columns)) for columns in (1, 4)}
     generator = torch.Generator("cuda").manual_seed(1)
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device="cuda", generator=generator)
 
-    def row(name: str, a: torch.Tensor, b: torch.Tensor) -> dict[str, Any]:
-        calls = {"modelnew": lambda: product(a, b), "float32": lambda: a @ b}
-        calls["TF32"] = with_tf32(lambda: a @ b)
+    def row(
+        name: str, a: torch.Tensor, b: torch.Tensor, ours: Call = product, tf32: bool = True
+    ) -> dict[str, Any]:
+        calls: dict[str, Call] = {"modelnew": lambda: ours(a, b), "PyTorch": lambda: a @ b}
+        if tf32:
+            calls["TF32"] = with_tf32(lambda: a @ b)
         truth = a.double() @ b.double()
         errors = {name: error(call(), truth) for name, call in calls.items()}
         del truth
@@ -133,7 +152,7 @@ def rows(seconds: float) -> Iterator[dict[str, Any]]:
     x, weight, bias = draw(m, k), draw(n, k) / k**0.5, draw(n)
     calls = {
         "modelnew": lambda: layer(x, weight, bias),
-        "float32": lambda: F.gelu(F.linear(x, weight, bias)),
+        "PyTorch": lambda: F.gelu(F.linear(x, weight, bias)),
         "TF32": with_tf32(lambda: F.gelu(F.linear(x, weight, bias))),
     }
     truth = F.gelu(F.linear(x.double(), weight.double(), bias.double()))
@@ -146,18 +165,26 @@ def rows(seconds: float) -> Iterator[dict[str, Any]]:
         yield row(f"{m} x {k} x {n}, {layout}", a, b)
     batches, m, k, n = BATCHED
     yield row(f"{batches} times {m} x {k} x {n}, NN", draw(batches, m, k), draw(batches, k, n))
+    for m, k, n, layout in RAGGED:
+        a, b = draw(m, k).half(), laid((draw(k, n) / k**0.5).half(), layout[1] == "T")
+        yield row(f"{m} x {k} x {n}, {layout}, float16", a, b, halves, tf32=False)
+    for m, k, n, layout in THIN:
+        a, b = laid(draw(m, k), layout[0] == "T"), draw(k, n) / k**0.5
+        yield row(f"{m} x {k} x {n}, {layout}", a, b, thin[n], tf32=False)
+        del a
 
 
 def table(found: list[dict[str, Any]]) -> str:
     lines = [
-        "| product | ms | PyTorch float32 | TF32 | times float32 | error | float32 | TF32 |",
+        "| product | ms | PyTorch | TF32 | times PyTorch | error | PyTorch | TF32 |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in found:
         times, errors = row["milliseconds"], row["errors"]
-        cells = [row["product"], *(f"{time:.3f}" for time in times.values())]
-        cells += [f"{times['float32'] / times['modelnew']:.2f}"]
-        cells += [f"{value:.1e}" for value in errors.values()]
+        names = ("modelnew", "PyTorch", "TF32")
+        cells = [row["product"], *(f"{times[n]:.3f}" if n in times else "" for n in names)]
+        cells += [f"{times['PyTorch'] / times['modelnew']:.2f}"]
+        cells += [f"{errors[n]:.1e}" if n in errors else "" for n in names]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

@@ -4,16 +4,15 @@ makes of it. Values are judged in test_contractions_on_cpu.py, and on a GPU."""
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import cpu
 import pytest
 import test_solutions as solutions
 import torch
-from contracted import CASES, made
+from contracted import EVERY, made
+from multiplied import host_problems
 from test_solutions import Built, compiled, needs_nvcc, oldest_arch
 
 from modelnew.folding import fold
@@ -22,8 +21,8 @@ from modelnew.ir import Contraction, Library
 
 # What nvcc compiles for a Hopper GPU, and of that also for the oldest: these have every kind of
 # operand and of result. Those left out are simpler, and tests/test_solutions.py has one of them.
-HOPPER = ("number", "half", "outputs", "moved")
-OLDEST = ("moved",)
+HOPPER = ("number", "half", "outputs", "moved", "half number", "both kinds")
+OLDEST = ("moved", "half bare")
 
 
 # --- text ----------------------------------------------------------------------------------------
@@ -39,7 +38,7 @@ def cuda_of(name: str) -> str:
     return text
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", EVERY)
 def test_text(name: str) -> None:
     """It keeps the rules for solutions, and no string is broken."""
     text = made(name).text
@@ -49,11 +48,11 @@ def test_text(name: str) -> None:
     assert not [line for line in code if line.count('"') % 2]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", EVERY)
 def test_kernels(name: str) -> None:
     """Each product is a kernel's, one where they are alike, and has as many epilogues as dtypes
     of masks and half operands ask for."""
-    case, given = CASES[name], made(name)
+    case, given = EVERY[name], made(name)
     steps = [step for plan in given.plan.modes for step in plan.steps]
     contractions = [step for step in steps if isinstance(step, Contraction)]
     assert len(contractions) == case.kernels
@@ -62,7 +61,7 @@ def test_kernels(name: str) -> None:
     names = {step.name for step in contractions}
     cuda = cuda_of(name)
     assert len(re.findall(r"^struct \w+_epilogue \{", cuda, re.M)) == len(names)
-    assert cuda.count("return run_product(") == case.epilogues
+    assert sum(solutions.products_of(cuda).values()) == case.epilogues
 
 
 def test_a_string_is_not_folded() -> None:
@@ -97,18 +96,22 @@ def folder(pytestconfig: pytest.Config) -> Path:
     return pytestconfig.cache.mkdir("nvcc")
 
 
-# Faults planted in the text of "bare": ptxas says that it orders tensor instructions one behind the
+# Faults planted in the text of a case: ptxas says that it orders tensor instructions one behind the
 # other, or keeps registers in memory.
-PLANTED: Mapping[str, tuple[str, str, str]] = {
+PLANTED: Mapping[str, tuple[str, str, str, str]] = {
     "a sum that is read too early": (
-        "                finish_multiplying();\n                pin(run);\n", "", "serialized: "
+        "bare", "                finish_multiplying();\n                pin(run);\n", "",
+        "serialized: ",
+    ),
+    "a half product's": (
+        "half bare", "    finish_multiplying();\n    pin(sum);\n", "", "serialized: ",
     ),
 }  # fmt: skip
 
 
 def planted(name: str) -> str:
-    old, new, _ = PLANTED[name]
-    cuda = cuda_of("bare")
+    case, old, new, _ = PLANTED[name]
+    cuda = cuda_of(case)
     assert old in cuda
     return cuda.replace(old, new)
 
@@ -149,7 +152,7 @@ def test_nvcc_for_the_oldest_gpu(name: str, built: Mapping[str, Built]) -> None:
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_fault_is_seen(name: str, built: Mapping[str, Built]) -> None:
     faults = solutions.log_faults(built[name], planted(name))
-    assert any(PLANTED[name][2] in fault for fault in faults), faults
+    assert any(PLANTED[name][3] in fault for fault in faults), faults
 
 
 # --- the host code with torch's own headers ------------------------------------------------------
@@ -157,18 +160,5 @@ def test_planted_fault_is_seen(name: str, built: Mapping[str, Built]) -> None:
 
 def test_host_code(tmp_path: Path) -> None:
     """It includes all that it uses, for each of PyTorch's products that it may fall back to."""
-    # torch's own build writes this header.
-    made_header = tmp_path / "c10" / "cuda" / "impl" / "cuda_cmake_macros.h"
-    made_header.parent.mkdir(parents=True)
-    made_header.write_text("#pragma once\n")
-    flags = [f"-isystem{folder}" for folder in (tmp_path, *cpu.include_folders())]
-    flags += ["-std=c++17", "-fsyntax-only", "-Wall", "-Werror"]
-
-    def problem(name: str) -> str:
-        source = tmp_path / f"{name}.cpp"
-        source.write_text(str(keywords(name)["cpp_sources"]))
-        command = ["g++", *flags, str(source)]
-        return subprocess.run(command, capture_output=True, text=True, check=False).stderr
-
-    with ThreadPoolExecutor(2) as pool:
-        assert [found[:4000] for found in pool.map(problem, ["bare", "linear"])] == ["", ""]
+    sources = [keywords(name)["cpp_sources"] for name in ("bare", "linear", "half bare")]
+    assert host_problems(sources, tmp_path) == [""] * 3

@@ -16,16 +16,15 @@ from typing import Any
 
 import contracted
 import cpu
+import multiplied
 import pytest
 import torch
 from contracted import CASES, made
-from test_on_cpu import memory
+from multiplied import Models, loading
 from torch import Tensor, nn
 
-from modelnew.measure.nested import cast, tensors
+from modelnew.measure.nested import cast
 from modelnew.render import Options
-
-Models = Callable[[str], nn.Module]
 
 # Those that run in half types as well.
 HALF = ("linear", "raw")
@@ -78,41 +77,11 @@ def groups(texts: Mapping[str, str]) -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def models(texts: Mapping[str, str], cache: Path, extension: Path) -> Models:
-    def load(name: str) -> nn.Module:
-        space = cpu.load_on_cpu(texts[name], cache, extension)
-        model: nn.Module = space["ModelNew"]()
-        return model.eval()
-
-    return load
+    return loading(texts, cache, extension)
 
 
-@torch.no_grad()
 def judge(name: str, mine: nn.Module, inputs: Sequence[Any]) -> None:
-    """That a solution gives what its reference does, in value, dtype, shape and strides.
-
-    Where a result is a sum in which all cancels, ours and theirs err by as much as in others, so an
-    error is one of the largest result. NaN and infinities are where theirs are.
-    """
-    theirs: nn.Module = made(name).ref.namespace["Model"]().eval()
-    own, truth = theirs(*inputs), copy.deepcopy(theirs).double()(*cast(inputs, torch.float64))
-    before = memory(inputs)
-    found = mine(*inputs)
-    assert all(map(torch.equal, memory(inputs), before)), "an input is changed"
-    for y, near, true in zip(*map(tensors, (found, own, truth)), strict=True):
-        assert (y.dtype, y.shape, y.stride()) == (near.dtype, near.shape, near.stride())
-        true = true.to(near.dtype).double()  # what overflows, and masks
-        y, near = y.double(), near.double()
-        finite = near.isfinite()
-        assert torch.equal(y[~finite].nan_to_num(), near[~finite].nan_to_num())
-        assert torch.equal(y.isnan(), near.isnan())
-        y, near, true = (x[finite] for x in (y, near, true))
-        scale, ulp = true.abs().max(), torch.finfo(own_type(own)).eps
-        allowed = 2 * (near - true).abs().max() + 2 * ulp * scale
-        assert (y - true).abs().max() <= allowed, f"{(y - true).abs().max():.3g} of {allowed:.3g}"
-
-
-def own_type(tree: Any) -> torch.dtype:
-    return next(x.dtype for x in tensors(tree) if x.is_floating_point())
+    multiplied.judge(made(name), mine, inputs)
 
 
 # --- epilogues -----------------------------------------------------------------------------------

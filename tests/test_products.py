@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from modelnew.ir import Contraction, Library, Plan, step_reads
 from modelnew.measure.build import kind
 from modelnew.measure.nested import tensors
 from modelnew.plan import MAX_OPERANDS, plan
-from modelnew.products import LIBRARY, Product, product_of, why_not
+from modelnew.products import LIBRARY, Limits, Product, product_of, why_not
 from modelnew.reference import load
 from modelnew.summary import rows
 from modelnew.trace import trace
@@ -185,10 +186,28 @@ VIEWED: Cases = {
     "of a concatenation": ("self.linear(torch.cat([x * 2, x])) + 1",
                            ["cat(mul, clone)", "<linear_add_add>"]),
 }  # fmt: skip
+VECTORS: Cases = {
+    "matmul": ("(x @ w[:, 0]) * 2", ["<matmul_mul>"]),
+    "matmul, first": ("torch.relu(x[0] @ w)", ["<matmul_relu>"]),
+    "matmul of 3 by 1": ("(a @ w[:, 0]) + 1", ["<matmul_add>"]),
+    "matmul of 1 by 3": ("x[0] @ b + 1", ["<matmul_add>"]),
+    "matmul of 1 by 4": ("(x[0] @ z.mT).sigmoid()", ["<matmul_sigmoid>"]),
+    "linear": ("self.linear(x[0]) * 2", ["<linear_add_mul>"]),
+    "linear of one": ("F.linear(x, v[0]) * 2", ["<linear_mul>"]),
+    "mv": ("torch.mv(x, v[0]).relu()", ["<mv_relu>"]),
+    "mv, alone": ("x.mv(v[0])", ["<mv>"]),
+    "addmv": ("torch.addmv(y[:, 0], x, v[0]).relu()", ["<mv_add_relu>"]),
+    "addmv, scaled": ("torch.addmv(y[:, 0], x, v[0], beta=2, alpha=0.5)", ["<mv_mul_add>"]),
+    "addmv, live": ("torch.addmv(y[:, 0], x, v[0], beta=self.beta, alpha=self.alpha)",
+                    ["<mv_mul_add>"]),
+    "addmv of nothing": ("torch.addmv(y[:, 0] / 0, x, v[0], beta=0)", ["<mv>"]),
+    "of half": ("(x.half() @ w.half()[:, 0]).relu()", ["<matmul_relu>"]),
+    "of bfloat16": ("torch.mv(x.bfloat16(), v[0].bfloat16())", ["<mv>"]),
+}  # fmt: skip
 LEFT: Cases = {
-    "half": ("(x.half() @ w.half()).float() * 2", ["[matmul]", "mul"]),
-    "vector": ("(x @ w[:, 0]) * 2", ["[matmul]", "mul"]),
-    "vector first": ("self.linear(x[0]) * 2", ["[linear]", "mul"]),
+    "double": ("(x.double() @ w.double()).float() * 2", ["[matmul]", "mul"]),
+    "two vectors": ("(x[0] @ x[1]) * 2", ["[matmul]", "mul"]),
+    "mv times zero": ("torch.addmv(y[:, 0], x, v[0], alpha=0)", ["[addmv]"]),
     "broadcast batches": ("torch.matmul(x, b) * 2", ["[matmul]", "mul"]),
     "einsum, turned": ("torch.einsum('ij,jk->ki', x, w) * 2", ["[einsum]", "mul"]),
     "einsum with a trace": ("torch.einsum('ii,ij->ij', square, square) * 2", ["[einsum]", "mul"]),
@@ -202,7 +221,20 @@ LEFT: Cases = {
     "einsum of one": ("torch.einsum('ij->ji', x) * 2", ["[einsum]", "mul"]),
     "times zero": ("torch.addmm(y, x, w, alpha=0)", ["[addmm]"]),
 }  # fmt: skip
-FAMILIES = {"linear": LINEAR, "forms": FORMS, "readers": READERS, "viewed": VIEWED, "left": LEFT}
+HALVES: Cases = {
+    "half": ("(x.half() @ w.half()).float() * 2", ["<matmul>", "mul"]),
+    "bfloat16": ("F.relu(F.linear(x.bfloat16(), v.bfloat16())) * 2", ["<linear_relu_mul>"]),
+    "both": ("(x.half() @ w.half()).relu(), (x @ w).relu()", ["<matmul_relu>", "<matmul_relu_2>"]),
+    "half and a number": ("(x.half() @ w.half()) * row[0]", ["<matmul_mul>"]),
+    "half and its own": ("(x.half() @ w.half()) * y.half()", ["<matmul_mul>"]),
+    "half and a mask": ("(x.half() @ w.half()) * mask", ["<matmul_mul>"]),
+    # Not in memory, it would have to be made a float32 there.
+    "half and a float": ("(x.half() @ w.half()) * y", ["<matmul>", "mul"]),
+}  # fmt: skip
+FAMILIES = {
+    "linear": LINEAR, "forms": FORMS, "readers": READERS, "viewed": VIEWED, "vectors": VECTORS,
+    "left": LEFT, "halves": HALVES,
+}  # fmt: skip
 CASES = {
     f"{family}: {name}": case for family in FAMILIES for name, case in FAMILIES[family].items()
 }
@@ -211,9 +243,9 @@ CASES = {
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of every size are worth a kernel."""
-    monkeypatch.setattr(products, "WORTH", 1)
-    monkeypatch.setattr(products, "LEAST", 1)
-    monkeypatch.setattr(products, "DEPTH", 1)
+    limits = Limits(lines=1, depth=1, work=1)
+    kinds = {name: replace(kind, limits=limits) for name, kind in products.KINDS.items()}
+    monkeypatch.setattr(products, "KINDS", kinds)
 
 
 def contractions(made: Plan) -> list[Contraction]:
@@ -287,11 +319,31 @@ WHY = {
     "enough batches": (worth("torch.randn(64, 256, 256)", "torch.randn(64, 256, 256)"), None),
     "almost": (worth("torch.randn(1023, 1024)"), "a small product: "),
     "thin": (worth("torch.randn(15, 65536)", "torch.randn(65536, 4096)"), "a thin product: "),
+    "thinner": (worth("torch.randn(4, 65536)", "torch.randn(65536, 4096)"), None),
+    "thin and shallow": (worth("torch.randn(4, 31)", "torch.randn(31, 65536)"),
+                         "a thin product: "),
+    "thin and small": (worth("torch.randn(4, 256)", "torch.randn(256, 256)"), "a thin product: "),
     "half": (worth("torch.randn(1024, 1024).half()", "torch.randn(1024, 1024).half()"),
-             "a product of float16"),
+             "a small product: "),
+    "half enough": (worth("torch.randn(4096, 4096).half()", "torch.randn(4096, 4100).half()"),
+                    None),
+    "half, its depth": (worth("torch.randn(4096, 4100).half()", "torch.randn(4100, 4096).half()"),
+                        None),
+    "half, aligned": (worth("torch.randn(4100, 4096).half()", "torch.randn(4096, 4096).half()"),
+                      "an aligned product: "),
+    "thin half": (worth("torch.randn(8192, 16384).half()", "torch.randn(16384, 63).half()"),
+                  "a thin product: "),
+    "two half types": (worth("torch.randn(4096, 1024).half()",
+                             body="torch.addmm(x.bfloat16(), x.bfloat16(), y.bfloat16(), alpha=0)"),
+                       "a product times zero"),
+    "thin of half": (worth("torch.randn(4, 4096).half()", "torch.randn(4096, 4096).half()"),
+                     "a thin product: "),
     "double": (worth("torch.randn(1024, 1024).double()", "torch.randn(1024, 1024).double()"),
                "a product of float64"),
-    "vector": (worth("torch.randn(65536, 1024)", "torch.randn(1024)"), "a product with a vector"),
+    "vector": (worth("torch.randn(65536, 1024)", "torch.randn(1024)"), None),
+    "small vector": (worth("torch.randn(16383, 1024)", "torch.randn(1024)"), "a thin product: "),
+    "vectors": (worth("torch.randn(1 << 20)", "torch.randn(1 << 20)"),
+                "a product of two vectors"),
     "batches of one": (worth("torch.randn(1, 1024, 1024)", "torch.randn(4, 1024, 1024)"),
                        "operands that broadcast"),
     "einsum": (worth("torch.randn(1024, 1024)", body="torch.einsum('ij,kj->ik', x, y)"),
@@ -330,6 +382,28 @@ def test_sizes(small: None, tmp_path: Path) -> None:
         product = product_of(step.node, made.graph.tensors)
         assert product == Product(*step.operands, transposed=step.node.packet == "linear")
         assert why_not(step.node, made.graph) is None
+
+
+def test_sizes_with_vectors(small: None, tmp_path: Path) -> None:
+    """A vector is a matrix of one row or column; as left operand, one for each batch."""
+    body = "x @ u, a @ u, u @ w, u @ b, torch.mv(x, u), self.linear(u), F.linear(x, u)"
+    given = GIVEN.but(u="torch.randn(8)")
+    made = planned(given.text(body), tmp_path / "reference.py").plan
+    assert [products.sizes(step) for step in contractions(made)] == [
+        "[7, 8] x [8, 1]", "[21, 8] x [8, 1]", "[1, 8] x [8, 5]", "[3, 1, 8] x [3, 8, 5]",
+        "[7, 8] x [8, 1]", "[1, 8] x [8, 5]", "[7, 8] x [8, 1]",
+    ]  # fmt: skip
+
+
+def test_kernels_of_other_widths_have_other_names(tmp_path: Path) -> None:
+    """Those of few rows are made for as many, up to a power of two."""
+    given = GIVEN.but(
+        x="torch.randn(4096, 1024)", w="torch.randn(1024, 3)", v="torch.randn(1024, 4)",
+        b="torch.randn(1024, 2)", y="torch.randn(2, 1024)",
+    )  # fmt: skip
+    made = planned(given.text("x @ w, x @ v, x @ b, x @ y.mT"), tmp_path / "reference.py").plan
+    found = [(step.name, products.width(step)) for step in contractions(made)]
+    assert found == [("matmul", 4), ("matmul", 4), ("matmul_2", 2), ("matmul_2", 2)]
 
 
 def test_bytes_and_reads(small: None, tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 """The plain maths of products (templates/device), compiled for the host: scales and pairs as the
-emulation of test_split_product.py has them, which rows they hold, and how a product is cut into
+emulation of test_split_product.py has them, what they suit, and how a product is cut into
 tiles, parts of k and workspace."""
 
 from __future__ import annotations
@@ -41,26 +41,36 @@ class Areas(ctypes.Structure):
 EXPORTS = """
 extern "C" {
 float scale_for(uint32_t largest) { return scale_of(largest); }
-int is_held(float scale, int poor, int k) { return held(scale, poor, k); }
-int allowed_of(int k) { return allowed(k); }
 
-int make_pairs(const float* x, float scale, uint16_t* hi, uint16_t* lo) {
+// Of rows and then columns: scale, tiny, small and large ones, k, what it is padded to.
+int do_suit(const float* scales, const int* counts, const int* k) {
+    Reach reaches[2];
+    for (int n = 0; n < 2; ++n, counts += 3, k += 2) {
+        const uint32_t head = head_of(scales[n], {counts[0], counts[1], counts[2]}, k[0], k[1]);
+        if (undo_of(head) != (scales[n] ? 1 / scales[n] : 0)) return -1;
+        reaches[n].include(reach_of(kNoHead));
+        reaches[n].include(reach_of(head));
+    }
+    return suits(reaches[0], reaches[1]);
+}
+
+void make_pairs(const float* x, float scale, uint16_t* hi, uint16_t* lo, int* to) {
     float eight[8];
     memcpy(eight, x, sizeof eight);
-    int poor = 0;
-    const Pairs made = pairs_of(eight, scale, poor);
+    Counts counts = {};
+    const Pairs made = pairs_of(eight, scale, counts);
     memcpy(hi, &made.hi, 16);
     memcpy(lo, &made.lo, 16);
-    return poor;
+    to[0] = counts.tiny, to[1] = counts.small, to[2] = counts.large;
 }
 
 int parts_for(int64_t tiles, int k, int processors) { return parts_of(tiles, k, processors); }
 
 // Strides in elements: of batches, rows and k.
 void split_all(const float* data, const int64_t* strides, int batches, int rows, int k, int parts,
-               int part_k, uint16_t* pairs, float* inverse) {
+               int part_k, uint16_t* pairs, uint32_t* heads) {
     const Factor f = {data, strides[0], strides[1], strides[2], batches, rows, k, parts, part_k,
-                      part_k / kPiece, reinterpret_cast<uint4*>(pairs), inverse};
+                      part_k / kPiece, reinterpret_cast<uint4*>(pairs), heads};
     cpu_runtime::last_error = split(f, nullptr);
 }
 
@@ -83,13 +93,13 @@ void form_for(const float* data, const int64_t* sizes, const int64_t* a, const i
     const Product& p = work.product;
     *to = {};
     to->bytes = workspace_bytes(problem);
-    const void* const begin[6] = {work.a.pairs, work.a.inverse, work.b.pairs, work.b.inverse,
+    const void* const begin[6] = {work.a.pairs, work.a.heads, work.b.pairs, work.b.heads,
                                   p.wide, p.partial};
     const int64_t parts = work.a.parts, a_lines = parts * batches * rows,
                   b_lines = parts * batches * columns,
                   tiles = int64_t(p.row_tiles) * p.column_tiles * p.batches;
     // The first area begins at 0, which is also what those without memory say.
-    const bool a_split = p.row_inverse != nullptr, b_split = p.column_inverse != nullptr;
+    const bool a_split = p.row_heads != nullptr, b_split = p.column_heads != nullptr;
     const bool has[6] = {a_split, a_split, b_split, b_split, true, p.partial != nullptr};
     const int64_t count = parts * batches * rows * columns;
     const int64_t size[6] = {a_lines * work.a.pieces * 128, a_lines * 4,
@@ -125,9 +135,9 @@ void places(const int* sizes, int triangle, int64_t diagonal, int* to) {
 MISTAKES: Mapping[str, tuple[str, str]] = {
     "test_scale": ("exponent < 79", "exponent < 80"),
     "test_pairs": ("v.y - near.y", "v.y - near.x"),
-    "test_held": ("max(4, k / 256)", "max(4, k / 257)"),
+    "test_suits": ("max(4, k / 256)", "max(4, k / 257)"),
     "test_split": ("kLines + at % kPiece / 8", "kLines + at % kPiece / 9"),
-    "test_parts": ("/ best + 63) / 64 * 64", "/ best + 63) / 64 * 63"),
+    "test_parts": ("/ parts + 63) / 64 * 64", "/ parts + 63) / 64 * 63"),
     "test_forms": ("+ 1023) / 1024 * 1024", "+ 1023) / 1024 * 512"),
     "test_places": ("first + inside % rows", "first + inside % kGroup"),
 }  # fmt: skip
@@ -198,33 +208,48 @@ def test_scale(device: Any) -> None:
 
 
 def test_pairs(device: Any) -> None:
-    """Bit by bit those of the emulation, and as many poor ones."""
+    """Bit by bit those of the emulation, and as many tiny, small and large ones."""
     torch.manual_seed(0)
     x = torch.randn(200, 8) * 2.0 ** -torch.randint(0, 40, (200, 8))
     x[:9, 3] = 0
     x[9:15, 5] = 1e-41
     hi, lo, scale = emulated.split(x)
-    poor = ((x * scale).abs() < emulated.FULL) & (x != 0)
+    counts = emulated.counts(x)
     high, low = torch.empty(8, dtype=torch.float16), torch.empty(8, dtype=torch.float16)
+    found = torch.empty(3, dtype=torch.int32)
     for n, row in enumerate(x):
-        count = device.make_pairs(data(row), ctypes.c_float(scale[n]), data(high), data(low))
-        assert count == int(poor[n].sum())
+        at = ctypes.c_float(scale[n])
+        device.make_pairs(data(row), at, data(high), data(low), data(found))
+        assert found.tolist() == counts[n].tolist()
         assert torch.equal(high.view(torch.int16), hi[n].view(torch.int16))
         assert torch.equal(low.view(torch.int16), lo[n].view(torch.int16))
 
 
-def test_held(device: Any) -> None:
-    for k in (1, 64, 1023, 1024, 1280, 8192, 524288):
-        most = device.allowed_of(k)
-        assert most == emulated.allowed(k)
-        for scale, poor, expected in (
-            (1.0, most, 1), (1.0, most + 1, 0), (0.0, 0, 0), (2.0**-60, 0, 1), (2.0**60, 0, 1),
+def test_suits(device: Any) -> None:
+    """Few tiny elements suit anything; of more, large ones have to outnumber the other's small ones
+    by far, whatever the units in which a head counts them. Padding is not counted."""
+    for k in (64, 1023, 1024, 1280, 8192, 524288, 1 << 30):
+        most, padded = max(4, k // 256), k + -k % 64
+        for scale, tiny, large, small, expected in (
+            (1.0, most, 0, k, 1), (1.0, most + 1, 0, 0, 0), (1.0, most + 1, k // 2, 0, 1),
+            (1.0, k // 2, k // 2, k // 16, 1), (1.0, k // 2, k // 2, k // 4, 0),
+            (1.0, k // 2, k // 16, k // 16, 0), (0.0, 0, k, 0, 0), (2.0**-60, 0, 0, k, 1),
+            (2.0**60, 0, 0, k, 1),
         ):  # fmt: skip
-            assert device.is_held(ctypes.c_float(scale), poor, k) == expected
+            own, other = (tiny, tiny, large), (0, small, 0)
+            for counts, scales in (((own, other), (scale, 1.0)), ((other, own), (1.0, scale))):
+                flat = [
+                    count + (padded - k) * (n == 1) for c in counts for n, count in enumerate(c)
+                ]
+                found = device.do_suit(
+                    (ctypes.c_float * 2)(*scales), (ctypes.c_int * 6)(*flat),
+                    (ctypes.c_int * 4)(k, padded, k, padded),
+                )  # fmt: skip
+                assert found == expected, (k, scale, tiny, large, small)
 
 
 def wide(*shape: int) -> Tensor:
-    """Rows of many ranges: those that pairs hold, zeros, infinities, NaN, denormals."""
+    """Rows of many ranges: such as have scales, zeros, infinities, NaN, denormals."""
     x = torch.randn(shape)
     rows = x.view(-1, shape[-1])
     for n, change in enumerate((0.0, torch.inf, torch.nan, 1e-41, 1e30, 1e-30)):
@@ -261,24 +286,24 @@ SPLITS: dict[str, tuple[tuple[int, int, int], Callable[[Tensor], Tensor], int]] 
 @pytest.mark.parametrize("name", SPLITS)
 def test_split(name: str, device: Any) -> None:
     """The kernels make the emulation's pairs: pieces of 32 hi and 32 lo, parts of k padded with
-    zeros, and what undoes the scales, NaN where pairs do not hold a row."""
+    zeros, and what undoes the scales with how far rows reach."""
     torch.manual_seed(3)
     (batches, rows, k), lay, parts = SPLITS[name]
     x = lay(wide(batches, rows, k))
     part_k = part_of(k, parts)
     made = torch.full((parts, batches, rows, part_k // 32, 2, 32), 7, dtype=torch.float16)
-    inverse = torch.empty(parts, batches, rows)
+    heads = torch.empty(parts, batches, rows, dtype=torch.int32)
     device.split_all(
-        data(x), of_longs(*x.stride()), batches, rows, k, parts, part_k, data(made), data(inverse)
+        data(x), of_longs(*x.stride()), batches, rows, k, parts, part_k, data(made), data(heads)
     )
     for part in range(parts):
         own = x[..., part * part_k : (part + 1) * part_k].contiguous()
         padded = torch.nn.functional.pad(own, (0, part_k - own.shape[-1]))
         hi, lo, scale = emulated.split(padded)
-        well = emulated.held(own)
-        expected = torch.where(well, 1 / scale.squeeze(-1), torch.nan)
-        torch.testing.assert_close(inverse[part], expected, rtol=0, atol=0, equal_nan=True)
-        assert 0 < well.float().mean() < 1 or k == 1
+        reach = emulated.Reach.of(own, part_k)
+        assert torch.equal(heads[part], reach.head(own))
+        assert len(reach.large.unique()) > 3 or k == 1
+        well = scale.squeeze(-1) > 0
         for found, right in ((made[part, ..., 0, :], hi), (made[part, ..., 1, :], lo)):
             found, right = found.reshape(right.shape)[well], right[well]
             assert torch.equal(found.view(torch.int16), right.view(torch.int16))

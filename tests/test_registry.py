@@ -32,7 +32,8 @@ from modelnew.contexts import MASK_READ
 from modelnew.emit import _c_text
 from modelnew.ir import Argument, Graph, Live, Node, Ref, Tensor
 from modelnew.ops import Op, activations, arithmetic, float_literal
-from modelnew.render import PRODUCT_HEADERS, device_functions, device_text
+from modelnew.products import KINDS
+from modelnew.render import device_functions, device_text
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
@@ -676,7 +677,8 @@ def test_every_device_function_is_used_and_ascii() -> None:
     folder = Path(__file__).resolve().parent.parent / "templates" / "device"
     calls = [c for case in CASES.values() for c in re.findall(r"(\w+)\(", case.expression)]
     used = {*device_functions([*calls, MASK_READ]), "storage", "pack", "run", "tile"}
-    used |= {"single", "broadcast", "moved", "parts", "run_packs", *PRODUCT_HEADERS}
+    used |= {"single", "broadcast", "moved", "parts", "run_packs"}
+    used |= {header for kind in KINDS.values() for header in kind.headers}
     assert {path.stem for path in folder.glob("*.cuh")} <= used
     for path in folder.glob("*.cuh"):
         assert path.read_bytes().isascii()

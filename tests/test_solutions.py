@@ -72,9 +72,14 @@ def asked(text: str) -> Mapping[str, Any]:
     return calls[0] if calls else {}
 
 
+def products_of(cuda: str) -> Mapping[str, int]:
+    """What launches products with their epilogues in a CUDA text, and for how many epilogues."""
+    return Counter(re.findall(r"\breturn (run_\w*product|run_thin)\b", cuda))
+
+
 def has_product(cuda: str) -> bool:
-    """Whether kernels of a CUDA text multiply matrices."""
-    return "run_product(" in cuda
+    """Whether kernels of a CUDA text multiply matrices by tensor cores."""
+    return bool(products_of(cuda).keys() - {"run_thin"})
 
 
 WITH_KERNELS = [name for name in NAMES if extension(name)]
@@ -348,7 +353,7 @@ PLANTED_IN_PRODUCT: Sequence[tuple[str, str, str]] = [
     ('"a" * ((major, minor) == (9, 0))', '""', "flag -gencode=arch=compute_90,code=sm_90"),
     ("for major, minor in sorted(gpus)", "for major, minor in [max(gpus)]", "flag -gencode="),
     ("_architectures", "architectures", "global architectures"),
-    ("uint32_t largest[kTurn], poor[kTurn]", "float largest[kTurn], poor[kTurn]", "float atomics"),
+    ("int largest[kTurn], counted", "float largest[kTurn], counted", "float atomics"),
     ("atomicMax(&largest[column + c], ", "atomicExch(&largest[column + c], ", "float atomics"),
     ("p.wide[tile * kWarps + threadIdx.x / 32] = is_wide;",
      "atomicAdd(&p.partial[tile], float(is_wide));", "float atomics"),
@@ -411,17 +416,36 @@ ALLOWED: Mapping[str, str] = {
 }
 # Their reduction of huge arguments (Payne and Hanek) keeps an array in local memory.
 LOCAL = r"\b(sinf|cosf|tanf)\("
-# The kernels of a product: how many forms each has, and whether each epilogue has its own.
-PRODUCT_KERNELS: Mapping[str, tuple[int, bool]] = {
-    "is_for_sm90a_kernel": (1, False),
-    "split_rows_kernel": (6, False),
-    "split_columns_kernel": (3, False),
-    "product_kernel": (1, True),
-    "narrow_kernel": (2, True),
-    "exact_kernel": (1, True),
-    "add_parts_kernel": (2, True),
+# The kernels of products by what launches them: how many forms each has, and whether each epilogue
+# has its own.
+PRODUCT_KERNELS: Mapping[str, Mapping[str, tuple[int, bool]]] = {
+    "run_product": {
+        "is_for_sm90a_kernel": (1, False),
+        "split_rows_kernel": (6, False),
+        "split_columns_kernel": (3, False),
+        "product_kernel": (1, True),
+        "narrow_kernel": (2, True),
+        "exact_kernel": (1, True),
+        "add_parts_kernel": (2, True),
+    },
+    "run_half_product": {
+        "is_for_sm90a_kernel": (1, False),
+        "half_kernel": (1, True),
+        "add_parts_kernel": (2, True),
+    },
+    "run_thin": {
+        "thin_along_kernel": (2, True),
+        "thin_across_kernel": (2, True),
+        "add_thin_kernel": (1, True),
+    },
 }
-FOR_SM90A = ("is_for_sm90a_kernel", "split_columns_kernel", "product_kernel", "narrow_kernel")
+# By kernel, its tensor instruction.
+TENSOR_KERNELS: Mapping[str, str] = {
+    "product_kernel": "m64n128k16.f32.f16.f16",
+    "narrow_kernel": "m64n128k16.f32.f16.f16",
+    "half_kernel": "m64n256k16.f32.",
+}
+FOR_SM90A = ("is_for_sm90a_kernel", "split_columns_kernel", *TENSOR_KERNELS)
 # ptxas orders tensor instructions one behind the other where it finds a register in use.
 SERIALIZED = re.compile(r".*(?:\bC75\d\d\b|\bserialized\b).*")
 INSTRUCTION = re.compile(r"^\s*(?:@!?%p\d+\s+)?([a-z][\w.:]+)\s[^;]*;", re.MULTILINE)
@@ -525,11 +549,12 @@ def ptx_faults(built: Built, cuda: str) -> list[str]:
             faults.append(f"float atomics: {instruction}")
     entries = dict(ENTRY.findall(built.ptx))
     kernels = {name: body for name, body in entries.items() if not kernel_of_product(name)}
-    if has_product(cuda):
+    if products_of(cuda):
         faults += product_faults({k: b for k, b in entries.items() if k not in kernels}, cuda)
+        faults += thin_faults(entries)
     # Those of a concatenation do both widths; one that reads a half type beside float32, both; one
     # that takes masks as numbers has them as bool or as numbers.
-    own = cuda.count("__global__") - has_product(cuda) * len(PRODUCT_KERNELS)
+    own = cuda.count("__global__") - len(product_forms(cuda))
     wanted = 6 * own - 3 * cuda.count("(const Parts<")
     wanted += 2 * len(re.findall(r"typename H, int kVec>\n__global__", cuda))
     wanted += 6 * len(re.findall(r"typename M, int kVec>\n__global__", cuda))
@@ -542,22 +567,46 @@ def ptx_faults(built: Built, cuda: str) -> list[str]:
 
 def kernel_of_product(entry: str) -> str | None:
     """Which kernel of templates/device a mangled name is an instance of."""
-    return next((name for name in PRODUCT_KERNELS if f"{len(name)}{name}" in entry), None)
+    names = {name for kernels in PRODUCT_KERNELS.values() for name in kernels}
+    return next((name for name in names if f"{len(name)}{name}" in entry), None)
+
+
+def product_forms(cuda: str) -> Mapping[str, int]:
+    """How many forms the file has of each kernel of its products."""
+    found: dict[str, int] = {}
+    for launcher, epilogues in products_of(cuda).items():
+        for name, (forms, is_epilogue) in PRODUCT_KERNELS[launcher].items():
+            found[name] = found.get(name, 0) + forms * epilogues if is_epilogue else forms
+    return found
+
+
+def thin_faults(entries: Mapping[str, str]) -> list[str]:
+    """Kernels of thin products that do not have several loads by packs under way."""
+    faults = []
+    for entry, body in entries.items():
+        by_packs = re.search(r"Li\d+ELi(\d+)E", entry)
+        if (
+            kernel_of_product(entry) in PRODUCT_KERNELS["run_thin"]
+            and by_packs
+            and by_packs[1] != "1"
+        ):
+            wide = re.findall(r"\bld\.global(?:\.nc)?\.v4\.(?:f32|u32|b32)\b", body)
+            if len(wide) < 4:
+                faults.append(f"{entry}: {len(wide)} loads of 16 bytes in a row")
+    return faults
 
 
 def product_faults(kernels: Mapping[str, str], cuda: str) -> list[str]:
     """What of the kernels of products is missing or slow: forms of each, tensor instructions."""
     found = Counter(map(kernel_of_product, kernels))
-    products = cuda.count("return run_product(")
     faults = []
-    for name, (forms, is_epilogue) in PRODUCT_KERNELS.items():
-        wanted = forms * (products if is_epilogue else 1)
+    for name, wanted in product_forms(cuda).items():
         if found[name] != wanted:
             faults.append(f"{name}: {found[name]} forms, not {wanted}")
     for entry, body in kernels.items():
         kernel = kernel_of_product(entry)
-        if kernel in ("product_kernel", "narrow_kernel"):
-            if "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16" not in body:
+        if kernel in TENSOR_KERNELS:
+            if f"wgmma.mma_async.sync.aligned.{TENSOR_KERNELS[kernel]}" not in body:
                 faults.append(f"{entry}: no tensor instruction")
             if not re.search(r"\bst\.global\.v4\.(f32|u32|b32)\b", body):
                 faults.append(f"{entry}: no vector access")

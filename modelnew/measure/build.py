@@ -13,7 +13,7 @@ from modelnew.measure.load import execute_solution
 from modelnew.pipeline import planned
 from modelnew.products import PRODUCTS
 
-MULTIPLYING = {*PRODUCTS, "einsum", "mv", "dot", "addmv"}
+MULTIPLYING = {*PRODUCTS, "einsum", "dot"}
 
 
 def child(payload: Json, report: Report) -> Json:

@@ -7,8 +7,6 @@ struct Form {
     int halves, tile_rows, tile_columns, row_tiles, column_tiles, parts;
 };
 
-inline int tiles_of(int size, int tile) { return (size + tile - 1) / tile; }
-
 // Whether the copy engine can bring the operand in as it lies: lines that do not overlap, each from
 // a multiple of 16 bytes on.
 inline bool is_copied(const Side& side, int k) {
@@ -17,21 +15,6 @@ inline bool is_copied(const Side& side, int k) {
     const bool lines = (!across || side.row_stride == 1) && stride >= (across ? side.rows : k);
     return lines && reinterpret_cast<uintptr_t>(side.data) % 16 == 0 && stride % 4 == 0 &&
            side.batch_stride % 4 == 0;
-}
-
-// In how many parts k is multiplied: the number for which the rounds of all multiprocessors are
-// shortest. A round costs what 256 k more would, a part that its sums go through memory.
-inline int parts_of(int64_t tiles, int k, int processors) {
-    int best = 1;
-    int64_t least = INT64_MAX;
-    for (int parts = 1; parts <= 4 * processors && (parts == 1 || k / parts >= 512); ++parts) {
-        const int part_k = (k + parts - 1) / parts;
-        const int64_t rounds = (tiles * parts + processors - 1) / processors;
-        const int64_t cost = rounds * (part_k + 256) + (parts > 1 ? 256 + 32 * parts : 0);
-        if (cost < least) best = parts, least = cost;
-    }
-    const int part_k = ((k + best - 1) / best + 63) / 64 * 64;
-    return (k + part_k - 1) / part_k;
 }
 
 inline Form form_of(const Problem& problem) {
@@ -51,16 +34,6 @@ inline Form form_of(const Problem& problem) {
     const int64_t tiles = int64_t(problem.batches) * form.row_tiles * form.column_tiles;
     form.parts = parts_of(tiles, problem.k, problem.processors);
     return form;
-}
-
-// Describes a tensor of `rank` dimensions, the innermost first, to the copy engine.
-inline bool describe(CUtensorMap& map, CUtensorMapDataType type, int rank, const void* data,
-                     const cuuint64_t* size, const cuuint64_t* stride, const cuuint32_t* box) {
-    const cuuint32_t steps[3] = {1, 1, 1};
-    return tensor_map_encoder()(&map, type, rank, const_cast<void*>(data), size, stride, box, steps,
-                                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 inline bool describe_pieces(CUtensorMap& map, const Factor& f, unsigned box) {
@@ -100,13 +73,14 @@ struct Work {
 
 inline Factor factor_of(const Side& side, const Problem& problem, int parts, bool split,
                         Arena& arena) {
-    const int part_k = ((problem.k + parts - 1) / parts + 63) / 64 * 64;
-    Factor f = {side.data, side.batch_stride, side.row_stride, side.k_stride, problem.batches,
+    const int part_k = part_of(problem.k, parts);
+    const float* const data = static_cast<const float*>(side.data);
+    Factor f = {data,      side.batch_stride, side.row_stride, side.k_stride, problem.batches,
                 side.rows, problem.k,         parts,           part_k,        part_k / kPiece};
     if (!split) return f;
     const int64_t lines = int64_t(parts) * f.batches * f.rows;
     f.pairs = arena.take<uint4>(lines * f.pieces * kLines);
-    f.inverse = arena.take<float>(lines);
+    f.heads = arena.take<uint32_t>(lines);
     return f;
 }
 
@@ -118,7 +92,7 @@ inline Work work_of(const Problem& problem, const Form& form, Arena& arena) {
                  a.pieces,       a.parts * a.batches,
                  form.tile_rows, form.tile_columns,
                  form.row_tiles, form.column_tiles,
-                 a.inverse,      b.inverse};
+                 a.heads,        b.heads};
     p.turned = form.narrow && !form.long_is_a;
     p.triangle = problem.triangle;
     p.diagonal = problem.diagonal;
@@ -132,11 +106,6 @@ int64_t workspace_bytes(const Problem& problem) {
     Arena arena = {};
     work_of(problem, form_of(problem), arena);
     return arena.used;
-}
-
-template <typename Kernel>
-cudaError_t with_shared(Kernel kernel, int bytes) {
-    return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }
 
 template <int kHalves, typename Epilogue>
@@ -188,8 +157,8 @@ cudaError_t run_product(const Epilogue& epilogue, const Problem& problem, cudaSt
             : form.halves == 1 ? multiply_narrow<1>(epilogue, work, form, grid, vector, stream)
                                : multiply_narrow<2>(epilogue, work, form, grid, vector, stream);
     if (error != cudaSuccess) return error;
-    exact_kernel<<<problem.processors * kExactUnits, kExactThreads, 0, stream>>>(work.a, work.b, p,
-                                                                                 epilogue);
+    const unsigned exact_blocks = problem.processors * kExactBlocks;
+    exact_kernel<<<exact_blocks, kExactThreads, 0, stream>>>(work.a, work.b, p, epilogue);
     if (p.partial) {
         const int64_t count = int64_t(p.rows) * p.columns * problem.batches;
         const auto kernel = whole ? add_parts_kernel<4, Epilogue> : add_parts_kernel<1, Epilogue>;

@@ -31,7 +31,7 @@ __global__ void is_for_sm90a_kernel(int* out) {
 }
 
 // The multiprocessors of the current GPU, 0 where it cannot.
-int split_processors() {
+int hopper_processors() {
     int device = 0, major = 0, minor = 0, processors = 0;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
@@ -44,4 +44,19 @@ int split_processors() {
     }();
     cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
     return built ? processors : 0;
+}
+
+// Describes a tensor of `rank` dimensions, the innermost first, to the copy engine.
+inline bool describe(CUtensorMap& map, CUtensorMapDataType type, int rank, const void* data,
+                     const cuuint64_t* size, const cuuint64_t* stride, const cuuint32_t* box) {
+    const cuuint32_t steps[3] = {1, 1, 1};
+    return tensor_map_encoder()(&map, type, rank, const_cast<void*>(data), size, stride, box, steps,
+                                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+template <typename Kernel>
+cudaError_t with_shared(Kernel kernel, int bytes) {
+    return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }

@@ -44,16 +44,6 @@ __device__ inline void multiply(float (&d)[64], const uint32_t (&a)[4], uint64_t
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(add)));
 }
 
-// Of the long operand 32 k of 128 rows, or of as many rows as the map's box has.
-__device__ inline void copy_long(void* to, const CUtensorMap& map, int x, int y, int batch,
-                                 uint64_t* barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-        "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(shared_address(to)),
-        "l"(&map), "r"(x), "r"(y), "r"(batch), "r"(shared_address(barrier))
-        : "memory");
-}
-
 // What a lane has of one row of the long operand in a stage, 16 k and 16 k.
 struct Share {
     float x[2][2][2];  // of each 16: two neighbours, and two 8 further
@@ -66,48 +56,71 @@ struct Fragment {
     float undo[2];
 };
 
-// `line` is the row in the tile, `across` says that a stage has 4 blocks of 32 rows, k by k.
-__device__ inline Share share_of(const char* stage, int line, bool across) {
-    Share share;
+// The first or the last 16 k of it. `line` is the row in the tile, `across` says that a stage has 4
+// blocks of 32 rows, k by k.
+__device__ inline void load_half(float (&x)[2][2], const char* stage, int line, int s,
+                                 bool across) {
     const int q = threadIdx.x % 4;
 #pragma unroll
-    for (int s = 0; s < 2; ++s) {
+    for (int h = 0; h < 2; ++h) {
+        if (across) {
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            float (&two)[2] = share.x[s][h];
-            if (across) {
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    const int k = s * 16 + h * 8 + q * 2 + e;
-                    const int place = (line % 32 / 4 ^ k % 8) * 16 + line % 4 * 4;
-                    two[e] =
-                        *reinterpret_cast<const float*>(stage + line / 32 * 4096 + k * 128 + place);
-                }
-            } else {
-                const int place = ((s * 4 + h * 2 + q / 2) ^ line % 8) * 16 + q % 2 * 8;
-                const float2 v = *reinterpret_cast<const float2*>(stage + line * 128 + place);
-                two[0] = v.x, two[1] = v.y;
+            for (int e = 0; e < 2; ++e) {
+                const int k = s * 16 + h * 8 + q * 2 + e;
+                const int place = (line % 32 / 4 ^ k % 8) * 16 + line % 4 * 4;
+                x[h][e] =
+                    *reinterpret_cast<const float*>(stage + line / 32 * 4096 + k * 128 + place);
             }
+        } else {
+            const int place = ((s * 4 + h * 2 + q / 2) ^ line % 8) * 16 + q % 2 * 8;
+            const float2 v = *reinterpret_cast<const float2*>(stage + line * 128 + place);
+            x[h][0] = v.x, x[h][1] = v.y;
         }
     }
+}
+
+__device__ inline Share share_of(const char* stage, int line, bool across) {
+    Share share;
+    load_half(share.x[0], stage, line, 0, across);
+    load_half(share.x[1], stage, line, 1, across);
     return share;
 }
 
+// Of the stages of a lane's two rows that are not 0, the least and the largest of the largest
+// magnitudes: their upper 16 bits, and of the least one less.
+struct Ranges {
+    uint32_t least = ~0u, most = 0;
+
+    __device__ void include(uint32_t above, uint32_t below) {
+        const uint32_t both = __byte_perm(above, below, 0x7632);
+        least = __vminu2(least, both - 0x00010001u);  // so that 0 is no least one
+        most = __vmaxu2(most, both);
+    }
+    // The exponents of row 0 or 1.
+    __device__ int least_of(int row) const { return least >> row * 16 + 7 & 511; }
+    __device__ int most_of(int row) const { return most >> row * 16 + 7 & 511; }
+};
+
+// NaN where one is.
+__device__ inline float larger_of(float x, float y) {
+    float z;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+    return z;
+}
+
 // Splits a row's 32 k between its four lanes: row 0 of a fragment or, where kRow is 1, row 8.
+// Gives its largest magnitude.
 template <int kRow>
-__device__ inline void split_share(const Share& share, Fragment& made, int& poor) {
-    uint32_t most = 0, least = ~0u;  // least is less by 1, so that 0 is none
+__device__ inline uint32_t split_share(const Share& share, Fragment& made) {
+    float largest = 0.0f;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-        const uint32_t size = magnitude(share.x[i / 4][i / 2 % 2][i % 2]);
-        most = max(most, size);
-        least = min(least, size - 1);
+        largest = larger_of(largest, fabsf(share.x[i / 4][i / 2 % 2][i % 2]));
     }
+    uint32_t most = __float_as_uint(largest);
     most = max(most, __shfl_xor_sync(~0u, most, 1));
     most = max(most, __shfl_xor_sync(~0u, most, 2));
     const uint32_t exponent = min(max(most >> 23, 79u), 203u);
-    if (most >> 23 > 203) poor = 1 << 20;
-    poor += least + 1 < (exponent - 15) << 23 && least != ~0u;
     const float scale = __uint_as_float((268 - exponent) << 23);
 #pragma unroll
     for (int s = 0; s < 2; ++s) {
@@ -122,21 +135,51 @@ __device__ inline void split_share(const Share& share, Fragment& made, int& poor
         }
     }
     made.undo[kRow] = __uint_as_float((exponent - 14) << 23);
+    return most;
+}
+
+// Counts half of what split_share has made a fragment of. They are `whole` where no k is padding.
+__device__ inline void count(Counts& counts, const float (&x)[2][2], float undo, bool whole) {
+    const float scale = 1.0f / undo;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float one = x[i / 2][i % 2], size = fabsf(one) * scale;
+        counts.tiny += size < kTiny && one != 0.0f;
+        counts.small += size < kTiny && whole;
+        counts.large += size >= kLarge;
+    }
+}
+
+// What each lane of a warp knows of its two rows, in memory since all registers are taken.
+struct Tallies {
+    Ranges ranges[32];
+    Counts counts[2][32];
+};
+static_assert(sizeof(Tallies) <= sizeof(Desk::block), "");
+
+// Its scales go by 32 k: where they differ much, what is large beside one is not beside the row.
+__device__ inline Reach reach_of(Counts counts, int least, int most, int k, int part_k) {
+    for (int apart = 1; apart < 4; apart *= 2) counts = counts + of_lane(counts, apart);
+    const bool even = max(most, 79) - max(least, 79) < 12;
+    const bool any = most <= 203 && (even ? few(counts.tiny, k) : counts.tiny == 0);
+    return reach_of(any, even && most <= 203 ? counts.large : 0, even ? counts.small : part_k,
+                    part_k);
 }
 #endif
 
 // As `finish`, where a warp has 16 columns and 128 kHalves rows: its lanes' sums are of a column.
 template <int kHalves, typename Epilogue>
-__device__ inline bool finish_turned(const Product& p, const Epilogue& epilogue, int64_t batch,
-                                     int row, int column, int line, const float (&sum)[kHalves][64],
-                                     Desk& desk, bool vector) {
+__device__ inline void finish_turned(const Product& p, const Epilogue& epilogue, int tile,
+                                     int64_t batch, int row, int column, int line,
+                                     const float (&sum)[kHalves][64], const Reach& own, Desk& desk,
+                                     bool vector) {
     constexpr int kPitch = 20;
     const Sink<Epilogue> sink = {p, epilogue};
     const int lane = threadIdx.x % 32, columns = min(16, p.columns - column);
     const int rows = min(kHalves * 128, p.rows - row);
     float (&block)[kBlockColumns][kPitch] =
         reinterpret_cast<float (&)[kBlockColumns][kPitch]>(desk.block);
-    const bool is_wide = bring(desk, p.row_inverse + batch * p.rows + row, rows);
+    note_wide(p, tile, bring(desk, p.row_heads + batch * p.rows + row, rows), own);
     const int width = vector ? 4 : 1, n = lane * width % 16;
 #pragma unroll 1
     for (int b = 0; b < kHalves * 128 / kBlockColumns; ++b) {
@@ -158,7 +201,7 @@ __device__ inline bool finish_turned(const Product& p, const Epilogue& epilogue,
         int64_t i = (batch * p.rows + row + m) * p.columns + column + n;
 #pragma unroll 1
         for (; m < last; m += 2 * width, i += 2 * width * int64_t(p.columns)) {
-            const float scale = desk.inverse[m];
+            const float scale = desk.undo[m];
             if (vector) {
                 auto pack = pack_at<float, 4>(block[m - first], n);
                 for (int v = 0; v < 4; ++v) pack.at[v] *= scale;
@@ -169,7 +212,6 @@ __device__ inline bool finish_turned(const Product& p, const Epilogue& epilogue,
             }
         }
     }
-    return is_wide;
 }
 
 // The long operand's map has [batch][row][k], or [batch][k][row] where it lies across.
@@ -214,11 +256,11 @@ __global__ void __launch_bounds__(kProductThreads, 1)
                 const int at = (place.batch / batches * p.pieces + piece) * kPiece;
                 if (across) {
                     for (int b = 0; b < kLongRows / 32; ++b) {
-                        copy_long(to + b * 4096, long_map, first + b * 32, at,
-                                  place.batch % batches, &full[stage]);
+                        copy_box(to + b * 4096, long_map, first + b * 32, at, place.batch % batches,
+                                 &full[stage]);
                     }
                 } else {
-                    copy_long(to, long_map, at, first, place.batch % batches, &full[stage]);
+                    copy_box(to, long_map, at, first, place.batch % batches, &full[stage]);
                 }
                 copy_pieces(to + kLongBytes, short_map, piece, other, &full[stage]);
                 if (++stage == kStages) stage = 0, parity ^= 1;
@@ -232,9 +274,14 @@ __global__ void __launch_bounds__(kProductThreads, 1)
     const int turn = lane / 4 % 4 * 2 + lane / 16, line = warp * 16 + turn;
     uint32_t parity = 0;
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+        const Place place = place_of(p, tile);
+        const int pieces = place.matters ? p.pieces : 0;
+        const int k_here = min(p.pieces * kPiece, k - place.batch / batches * p.pieces * kPiece);
         float sum[kHalves][64] = {};
-        float run[64];
-        int poor[2] = {};
+        Tallies& tallies = reinterpret_cast<Tallies&>(desks[warp].block);
+        Counts(&counts)[2][32] = tallies.counts;
+        counts[0][lane] = counts[1][lane] = {};
+        tallies.ranges[lane] = {};
         // The next stage is split while the tensor cores work, where registers suffice for it.
         constexpr bool kAhead = kHalves == 1;
         Fragment fragments[1 + kAhead];
@@ -244,11 +291,18 @@ __global__ void __launch_bounds__(kProductThreads, 1)
             const char* const from = stages + at * kStageBytes;
             const Share above = share_of(from, line, across);
             const Share below = share_of(from, line + 8, across);
-            split_share<0>(above, made, poor[0]);
-            split_share<1>(below, made, poor[1]);
+            tallies.ranges[lane].include(split_share<0>(above, made), split_share<1>(below, made));
         };
-        const Place place = place_of(p, tile);
-        const int pieces = place.matters ? p.pieces : 0;
+        const auto tally = [&](int piece, const Fragment& made) {
+            const char* const from = stages + stage * kStageBytes;
+            const bool whole = (piece + 1) * kPiece <= k_here;
+#pragma unroll 1
+            for (int half = 0; half < 4; ++half) {
+                float x[2][2];
+                load_half(x, from, line + half / 2 * 8, half % 2, across);
+                count(counts[half / 2][lane], x, half < 2 ? made.undo[0] : made.undo[1], whole);
+            }
+        };
         if (kAhead && pieces > 0) prepare(0, fragments[0]);
         for (int pair = 0; pair < pieces; pair += 2) {
 #pragma unroll
@@ -256,10 +310,11 @@ __global__ void __launch_bounds__(kProductThreads, 1)
                 if (!kAhead) prepare(0, fragments[0]);
                 const Fragment& a = fragments[kAhead && s];
                 const uint64_t b = matrix_descriptor(stages + stage * kStageBytes + kLongBytes);
+                bool small;
 #pragma unroll
                 for (int half = 0; half < kHalves; ++half) {
                     const uint64_t other = b + half * (128 * kPieceBytes / 16);
-                    pin(run);
+                    float run[64];
                     begin_multiplying();
                     multiply(run, a.lo[0], other, false);
                     multiply(run, a.lo[1], other + 2, true);
@@ -268,29 +323,50 @@ __global__ void __launch_bounds__(kProductThreads, 1)
                     multiply(run, a.hi[0], other, true);
                     multiply(run, a.hi[1], other + 2, true);
                     commit_multiplying();
-                    if (kAhead && pair + s + 1 < pieces) prepare(1, fragments[kAhead && 1 - s]);
+                    if (half == 0) {
+                        small = __any_sync(
+                            ~0u, has_small(__hmin2(least_of(a.hi[0]), least_of(a.hi[1]))));
+                    }
+                    if (kAhead && pair + s + 1 < pieces) {
+                        prepare(1, fragments[kAhead && 1 - s]);
+                    }
                     finish_multiplying();
                     pin(run);
 #pragma unroll
-                    for (int i = 0; i < 64; ++i) sum[half][i] += run[i] * a.undo[i / 2 % 2];
+                    for (int i = 0; i < 64; ++i) {
+                        sum[half][i] = fmaf(run[i], a.undo[i / 2 % 2], sum[half][i]);
+                    }
                     pin(sum[half]);
                 }
+                if (small) tally(pair + s, a);
                 if (lane == 0) barrier_arrive(&empty[stage]);
                 if (++stage == kStages) stage = 0, parity ^= 1;
             }
         }
-        for (int& count : poor) {
-            count += __shfl_xor_sync(~0u, count, 1);
-            count += __shfl_xor_sync(~0u, count, 2);
-        }
         const int row = place.row_tile * p.tile_rows, column = place.column_tile * p.tile_columns;
-        bool is_wide = false;
-        for (const int count : poor) is_wide |= count > allowed(k);
-        is_wide |= p.turned ? finish_turned(p, epilogue, place.batch, row, column + warp * 16, turn,
-                                            sum, desks[warp], vector)
-                            : finish(p, epilogue, place.batch, row + warp * 16, column, turn, sum,
-                                     desks[warp], vector);
-        note_wide(p, tile, is_wide);
+        const int left = p.turned ? p.columns - column : p.rows - row;
+        // Runs of 32 are short by half of what those of 64 are. By rounding, this adds one in the last
+        // place where a mantissa is 1.18 at least: 0.6e-7 on average.
+#pragma unroll
+        for (int half = 0; half < kHalves; ++half) {
+            const float mend = 0.425f * (mend_of(sum[half]) - 1.0f);
+#pragma unroll
+            for (float& one : sum[half]) one = fmaf(one, mend, one);
+        }
+        Reach own;
+        const Ranges ranges = tallies.ranges[lane];
+        for (int h = 0; h < 2; ++h) {
+            const Reach reach = reach_of(counts[h][lane], ranges.least_of(h), ranges.most_of(h),
+                                         k_here, p.pieces * kPiece);
+            if (line + h * 8 < left) own.include(reach);
+        }
+        if (p.turned) {
+            finish_turned(p, epilogue, tile, place.batch, row, column + warp * 16, turn, sum, own,
+                          desks[warp], vector);
+        } else {
+            finish(p, epilogue, tile, place.batch, row + warp * 16, column, turn, sum, own,
+                   desks[warp], vector);
+        }
     }
 #endif
 }

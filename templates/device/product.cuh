@@ -1,7 +1,9 @@
 // Products of split operands on Hopper's tensor cores: C[m][n] = sum over k of A[m][k] B[n][k], with
 // lo * hi, hi * lo and hi * hi of each pair added up; lo * lo is below float32. Tensor cores cut off
 // what they shift out when they add, which would drift by 3e-5 over k = 4096. So a run of 64 k at
-// most is summed there, and runs by ordinary additions: the drift stays at 2e-7, whatever k is.
+// most is summed there, and runs by ordinary additions: of positive numbers a run is short by 1.8e-7,
+// whatever k is, and by 0.9e-7 of those of both signs. The additions give most of it back, as a factor;
+// the error over k = 256 falls from 1.9e-7 to 0.7e-7, and from 1.3e-7 to 1.0e-7.
 //
 // A block is two warpgroups that multiply, 64 rows of the tile each, and one thread that copies
 // tiles into a ring of stages. Registers: 128 sums and 64 of a run, of half the tile's columns at a
@@ -17,15 +19,14 @@ constexpr int kStageBytes = (kTileRows + kTileColumns) * kPieceBytes;
 constexpr int kProductThreads = 384;
 constexpr int kProductShared = kStages * kStageBytes + 1024;  // stages begin at a multiple of 1024
 constexpr int kWarps = 8;                                     // that multiply
-constexpr int kGroup = 16;  // tiles of rows that are under way together, for the cache's sake
 
 struct Product {
     int rows, columns, pieces, batches;  // parts of k are batches here
     int tile_rows, tile_columns, row_tiles, column_tiles;
-    float* row_inverse;     // null where rows are scaled back already
-    float* column_inverse;  // the same
-    float* partial;         // the sums of each part, where k has several
-    // Of each tile and warp: whether rows or columns there are not held by pairs. A warp has 16 rows
+    uint32_t* row_heads;     // null where rows are scaled back already
+    uint32_t* column_heads;  // the same
+    float* partial;          // the sums of each part, where k has several
+    // Of each tile and warp: whether pairs do not suit some row and column there. A warp has 16 rows
     // of the tile, or 16 columns where it is turned.
     uint8_t* wide;
     bool turned;
@@ -35,78 +36,7 @@ struct Product {
     int64_t diagonal;
 };
 
-struct Place {
-    int batch, row_tile, column_tile;
-    bool matters;
-};
-
-// The tiles of a row of them that matter: so many, from the first on.
-struct Span {
-    int first, count;
-};
-
-__device__ inline Span span_of(const Product& p, int row_tile) {
-    if (p.triangle == 0) return {0, p.column_tiles};
-    const int64_t row = int64_t(row_tile) * p.tile_rows + p.diagonal;
-    const int64_t last = row + p.tile_rows - 1;  // what matters of a lower triangle
-    const int64_t edge = p.triangle > 0 ? last + p.tile_columns : row;
-    const int64_t tile = edge > 0 ? edge / p.tile_columns : 0;
-    const int split = min(tile, int64_t(p.column_tiles));
-    return p.triangle > 0 ? Span{0, split} : Span{split, p.column_tiles - split};
-}
-
-// Of each batch the tiles that matter come first, which spreads them over the multiprocessors.
-__device__ inline Place place_of(const Product& p, int tile) {
-    const int each = p.row_tiles * p.column_tiles, batch = tile / each;
-    int rest = tile % each;
-    if (p.triangle == 0) {
-        const int first = rest / (kGroup * p.column_tiles) * kGroup;
-        const int rows = min(kGroup, p.row_tiles - first), inside = rest - first * p.column_tiles;
-        return {batch, first + inside % rows, inside / rows, true};
-    }
-    for (int row = 0; row < p.row_tiles; ++row) {
-        const Span span = span_of(p, row);
-        if (rest < span.count) return {batch, row, span.first + rest, true};
-        rest -= span.count;
-    }
-    for (int row = 0; row < p.row_tiles; ++row) {
-        const Span span = span_of(p, row);
-        const int others = p.column_tiles - span.count;
-        if (rest < others) return {batch, row, span.first > 0 ? rest : span.count + rest, false};
-        rest -= others;
-    }
-    return {};
-}
-
-__device__ inline uint32_t shared_address(const void* at) { return __cvta_generic_to_shared(at); }
-
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-__device__ inline void barrier_init(uint64_t* barrier, int count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
-                 "r"(count));
-}
-
-__device__ inline void barrier_expect(uint64_t* barrier, int bytes) {
-    asm volatile(
-        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
-        "r"(bytes)
-        : "memory");
-}
-
-__device__ inline void barrier_arrive(uint64_t* barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
-                 : "memory");
-}
-
-__device__ inline void barrier_wait(uint64_t* barrier, uint32_t parity) {
-    asm volatile(
-        "{\n.reg .pred p;\nwait:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
-        "@p bra done;\nbra wait;\ndone:\n}\n" ::"r"(shared_address(barrier)),
-        "r"(parity)
-        : "memory");
-}
-
 // A piece of as many rows as the map's box has, from `row` on.
 __device__ inline void copy_pieces(void* to, const CUtensorMap& map, int piece, int row,
                                    uint64_t* barrier) {
@@ -115,12 +45,6 @@ __device__ inline void copy_pieces(void* to, const CUtensorMap& map, int piece, 
         "[%0], [%1, {%2, %3}], [%4];" ::"r"(shared_address(to)),
         "l"(&map), "r"(piece * 2 * kPiece), "r"(row), "r"(shared_address(barrier))
         : "memory");
-}
-
-// Rows of 128 bytes, 8 of them swizzled in a KB.
-__device__ inline uint64_t matrix_descriptor(const void* at) {
-    const uint64_t address = shared_address(at) >> 4, step = 1024 >> 4, swizzle128 = 1;
-    return address | step << 32 | swizzle128 << 62;
 }
 
 // d = or += 64 rows of A times 128 of B over 16 k.
@@ -145,25 +69,16 @@ __device__ inline void multiply(float (&d)[64], uint64_t a, uint64_t b, bool add
           "+f"(d[63])
         : "l"(a), "l"(b), "r"(int(add)));
 }
-
-__device__ inline void begin_multiplying() {
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-}
-
-__device__ inline void commit_multiplying() {
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-}
-
-__device__ inline void finish_multiplying() {
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-}
-
-// Keeps the compiler from moving what it does with these across the asynchronous instructions.
-__device__ inline void pin(float (&d)[64]) {
-#pragma unroll
-    for (float& x : d) asm volatile("" : "+f"(x)::"memory");
-}
 #endif
+
+// By what a run is multiplied for what was cut off: nothing where its first sums end in zeros, as those
+// of small whole numbers do, which are exact.
+__device__ inline float mend_of(const float (&run)[64]) {
+    uint32_t bits = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) bits |= __float_as_uint(run[i]);
+    return bits & 3 ? 1.0f + 0x1p-23f : 1.0f;
+}
 
 // A warp's sums of 32 columns on their way from the tensor cores' layout to rows, and what undoes the
 // scales of the tile's side along which it goes: one wait for memory, where a load at each block would
@@ -171,21 +86,21 @@ __device__ inline void pin(float (&d)[64]) {
 constexpr int kBlockColumns = 32, kBlockPitch = 40;  // floats; 40 keeps banks apart
 struct alignas(16) Desk {
     float block[16 * kBlockPitch];
-    float inverse[256];
+    float undo[256];
 };
 
-// Brings `count` of them in; says whether one is NaN.
-__device__ inline bool bring(Desk& desk, const float* inverse, int count) {
+// Brings `count` of them in.
+__device__ inline Reach bring(Desk& desk, const uint32_t* heads, int count) {
     const int lane = threadIdx.x % 32;
-    bool is_wide = false;
+    Reach reach;
 #pragma unroll
     for (int n = 0; n < 256; n += 32) {
-        const float one = n + lane < count ? inverse[n + lane] : 0.0f;
-        desk.inverse[n + lane] = one;
-        is_wide |= isnan(one);
+        const uint32_t head = n + lane < count ? heads[n + lane] : kNoHead;
+        desk.undo[n + lane] = undo_of(head);
+        reach.include(reach_of(head));
     }
     __syncwarp();
-    return is_wide;
+    return reach;
 }
 
 // Where sums go: the epilogue, or the part's share of the memory for parts.
@@ -203,24 +118,38 @@ struct Sink {
     }
 };
 
+// Notes whether pairs suit the rows and columns of a warp; each lane has the reach of some.
+__device__ inline void note_wide(const Product& p, int tile, Reach rows, Reach columns) {
+    for (int apart = 1; apart < 32; apart *= 2) {
+        rows.large = min(rows.large, __shfl_xor_sync(~0u, rows.large, apart));
+        rows.small = max(rows.small, __shfl_xor_sync(~0u, rows.small, apart));
+        columns.large = min(columns.large, __shfl_xor_sync(~0u, columns.large, apart));
+        columns.small = max(columns.small, __shfl_xor_sync(~0u, columns.small, apart));
+    }
+    const bool is_wide = !suits(rows, columns);
+    if (threadIdx.x % 32 == 0) p.wide[tile * kWarps + threadIdx.x / 32] = is_wide;
+}
+
 // Writes a warp's 16 rows and 128 kHalves columns, `row` and `column` the first. A lane has the sums
-// of rows `line` and line + 8. `vector` says that packs of 4 are right.
+// of rows `line` and line + 8, whose reach is `own` where they have no heads. `vector` says that packs
+// of 4 are right.
 template <int kHalves, typename Epilogue>
-__device__ inline bool finish(const Product& p, const Epilogue& epilogue, int64_t batch, int row,
-                              int column, int line, const float (&sum)[kHalves][64], Desk& desk,
-                              bool vector) {
+__device__ inline void finish(const Product& p, const Epilogue& epilogue, int tile, int64_t batch,
+                              int row, int column, int line, const float (&sum)[kHalves][64],
+                              Reach own, Desk& desk, bool vector) {
     const Sink<Epilogue> sink = {p, epilogue};
     const int lane = threadIdx.x % 32, rows = min(16, p.rows - row);
     const int columns = min(kHalves * 128, p.columns - column);
     float (&block)[16][kBlockPitch] = reinterpret_cast<float (&)[16][kBlockPitch]>(desk.block);
-    float own[2] = {1.0f, 1.0f};
-    if (p.row_inverse) {
-        const float* const inverse = p.row_inverse + batch * p.rows + row;
-        own[0] = line < rows ? inverse[line] : 0.0f;
-        own[1] = line + 8 < rows ? inverse[line + 8] : 0.0f;
+    float undo[2] = {1.0f, 1.0f};
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        if (p.row_heads == nullptr || line + h * 8 >= rows) continue;
+        const uint32_t head = p.row_heads[batch * p.rows + row + line + h * 8];
+        undo[h] = undo_of(head);
+        own.include(reach_of(head));
     }
-    bool is_wide = bring(desk, p.column_inverse + batch * p.columns + column, columns);
-    is_wide |= isnan(own[0]) || isnan(own[1]);
+    note_wide(p, tile, own, bring(desk, p.column_heads + batch * p.columns + column, columns));
 #pragma unroll 1
     for (int b = 0; b < kHalves * 128 / kBlockColumns; ++b) {
         const int first = b * kBlockColumns;
@@ -233,7 +162,7 @@ __device__ inline bool finish(const Product& p, const Epilogue& epilogue, int64_
             for (int j = 0; j < 8; ++j) {
                 const float* const two = &sum[c / 4][c % 4 * 16 + j * 2];
                 float* const to = &block[line + j % 2 * 8][j / 2 * 8 + lane % 4 * 2];
-                *reinterpret_cast<float2*>(to) = {two[0] * own[j % 2], two[1] * own[j % 2]};
+                *reinterpret_cast<float2*>(to) = {two[0] * undo[j % 2], two[1] * undo[j % 2]};
             }
         }
         __syncwarp();
@@ -241,7 +170,7 @@ __device__ inline bool finish(const Product& p, const Epilogue& epilogue, int64_
         if (first + n >= columns) continue;
         int64_t i = (batch * p.rows + row) * p.columns + column + first + n;
         if (vector) {
-            const auto scale = pack_at<float, 4>(desk.inverse, first + n);
+            const auto scale = pack_at<float, 4>(desk.undo, first + n);
             i += lane / 8 * int64_t(p.columns);
 #pragma unroll 1
             for (int m = lane / 8; m < rows; m += 4, i += 4 * int64_t(p.columns)) {
@@ -250,7 +179,7 @@ __device__ inline bool finish(const Product& p, const Epilogue& epilogue, int64_
                 sink(i, pack);
             }
         } else {
-            const float scale = desk.inverse[first + n];
+            const float scale = desk.undo[first + n];
 #pragma unroll 1
             for (int m = 0; m < rows; ++m, i += p.columns) {
                 const Pack<float, 1> pack = {block[m][n] * scale};
@@ -258,12 +187,6 @@ __device__ inline bool finish(const Product& p, const Epilogue& epilogue, int64_
             }
         }
     }
-    return is_wide;
-}
-
-__device__ inline void note_wide(const Product& p, int tile, bool is_wide) {
-    is_wide = __any_sync(~0u, is_wide);
-    if (threadIdx.x % 32 == 0) p.wide[tile * kWarps + threadIdx.x / 32] = is_wide;
 }
 
 template <typename Epilogue>
@@ -344,8 +267,9 @@ __global__ void __launch_bounds__(kProductThreads, 1)
                 commit_multiplying();
                 finish_multiplying();
                 pin(run);
+                const float mend = mend_of(run);
 #pragma unroll
-                for (int i = 0; i < 64; ++i) sum[half][i] += run[i];
+                for (int i = 0; i < 64; ++i) sum[half][i] = fmaf(run[i], mend, sum[half][i]);
                 pin(sum[half]);
             }
             if (threadIdx.x % 32 == 0) {
@@ -355,10 +279,9 @@ __global__ void __launch_bounds__(kProductThreads, 1)
             stage += 2;
             if (stage == kStages) stage = 0, parity ^= 1;
         }
-        const bool is_wide = finish(
-            p, epilogue, place.batch, place.row_tile * kTileRows + warp * 16,
-            place.column_tile * kTileColumns, threadIdx.x % 32 / 4, sum, desks[warp], vector);
-        note_wide(p, tile, is_wide);
+        finish(p, epilogue, tile, place.batch, place.row_tile * kTileRows + warp * 16,
+               place.column_tile * kTileColumns, threadIdx.x % 32 / 4, sum, {}, desks[warp],
+               vector);
     }
 #endif
 }

@@ -1,7 +1,14 @@
 // Float32 operands of a product as pairs of float16, which tensor cores multiply. Each row is scaled
 // by the power of two that brings its largest magnitude to [2^14, 2^15); hi is the half nearest to
 // that, lo the half nearest to what is left. hi + lo has the 24 bits of a float32 less one or two as
-// far down as 2^-16 of the row's largest.
+// far down as 2^-16 of the row's largest, and errs by 2^-25, scaled, below.
+//
+// That counts where what is large in a row meets what is small in a column: with a[k] times 2^e[k]
+// and b[k] over 2^e[k] all of it does. A row with a few tiny elements at most is multiplied well by
+// any column. One with more is where it has kMargin times as many large elements as the column has
+// small ones, tiny or 0: then large ones meet others that are not small, and beside them what is lost
+// of the tiny ones is below float32's own rounding. So an activation's long tail toward 0 costs
+// nothing beside ordinary weights, and a single spike is not trusted to meet one.
 //
 // A piece of 128 bytes has the hi and then the lo of 32 neighbours in k. Rows are padded with zeros
 // to an even number of pieces. A long k may be cut into parts, each a row of its own.
@@ -9,8 +16,10 @@ constexpr int kPiece = 32;
 constexpr int kLines = 8;  // 16-byte lines of a piece
 constexpr int kSplitThreads = 256;
 
-// Below this, a scaled element has fewer bits than float32; see `held`.
-constexpr float kFull = 0.5f;
+// Of scaled elements. Columns of 2^+-10 and the opposite have the error of float32, 2^+-12 nine times
+// that; with kMargin they are told apart.
+constexpr float kTiny = 0.125f, kLarge = 16.0f;
+constexpr int kMargin = 4;
 
 // One operand: [batch][row][k] in memory, what is made of it in [part][batch][row].
 struct Factor {
@@ -18,7 +27,7 @@ struct Factor {
     int64_t batch_stride, row_stride, k_stride;
     int batches, rows, k, parts, part_k, pieces;
     uint4* pairs;
-    float* inverse;  // what undoes a row's scale, NaN where pairs do not hold the row
+    uint32_t* heads;  // of rows; see head_of
 };
 
 // Where a row of a part lies.
@@ -45,19 +54,74 @@ __device__ inline float scale_of(uint32_t largest) {
     return exponent < 79 || exponent > 203 ? 0.0f : __uint_as_float((268 - exponent) << 23);
 }
 
-__device__ inline int allowed(int k) { return max(4, k / 256); }
+// How many elements of a row are tiny but not 0, how many small, tiny or 0, and how many large, of
+// those that have a small one among their neighbours.
+struct Counts {
+    int tiny, small, large;
+};
 
-// Whether pairs hold a row of `k` elements at the accuracy of float32: `poor` of them are small and
-// not 0. A few do not count: beside the others of their row they are nothing.
-__device__ inline bool held(float scale, int poor, int k) {
-    return scale > 0.0f && poor <= allowed(k);
+__device__ inline Counts operator+(const Counts& a, const Counts& b) {
+    return {a.tiny + b.tiny, a.small + b.small, a.large + b.large};
+}
+
+// How far rows reach: the fewest large elements that one has, kAlways where none has more than a few
+// tiny ones, and the most small ones, kMany at most. Both in units, of which k has kUnits at most.
+constexpr int kUnits = 4000, kMany = kUnits / kMargin, kAlways = 8191;
+
+struct Reach {
+    int large = kAlways, small = 0;
+
+    __device__ void include(const Reach& other) {
+        large = min(large, other.large);
+        small = max(small, other.small);
+    }
+};
+
+__device__ inline bool few(int tiny, int k) { return tiny <= max(4, k / 256); }
+
+__device__ inline Reach reach_of(bool any, int large, int small, int part_k) {
+    const int unit = part_k / kUnits + 1;
+    return {any ? kAlways : large / unit, min((small + unit - 1) / unit, kMany)};
+}
+
+// What a product has to know of a split row: the exponent bits are what undoes its scale, the mantissa
+// is its reach. With scale 0 pairs hold nothing of it.
+constexpr int kSmallBits = 10;
+
+__device__ inline uint32_t head_of(float scale, const Counts& counts, int k, int part_k) {
+    if (scale == 0.0f) return kMany;
+    const int small = counts.small - (part_k - k);  // without padding
+    const Reach reach = reach_of(few(counts.tiny, k), counts.large, small, part_k);
+    return __float_as_uint(1.0f / scale) | reach.large << kSmallBits | reach.small;
+}
+
+__device__ inline float undo_of(uint32_t head) { return __uint_as_float(head & 0xff800000u); }
+
+__device__ inline Reach reach_of(uint32_t head) {
+    return {int(head >> kSmallBits & kAlways), int(head & ((1 << kSmallBits) - 1))};
+}
+
+constexpr uint32_t kNoHead = kAlways << kSmallBits;
+
+// Whether pairs of all these rows and columns give float32's accuracy.
+__device__ inline bool suits(const Reach& rows, const Reach& columns) {
+    return rows.large > kMargin * columns.small && columns.large > kMargin * rows.small;
 }
 
 struct Pairs {
     uint4 hi, lo;
 };
 
-__device__ inline Pairs pairs_of(const float (&x)[8], float scale, int& poor) {
+// The least magnitude of the halves at each place of 4 pairs of them.
+__device__ inline __half2 least_of(const void* pairs) {
+    const __half2* const x = static_cast<const __half2*>(pairs);
+    return __hmin2(__hmin2(__habs2(x[0]), __habs2(x[1])), __hmin2(__habs2(x[2]), __habs2(x[3])));
+}
+
+// Whether one of two is tiny or 0, which few are.
+__device__ inline bool has_small(__half2 least) { return !__hbge2(least, __float2half2_rn(kTiny)); }
+
+__device__ inline Pairs pairs_of(const float (&x)[8], float scale, Counts& counts) {
     Pairs made;
     __half2* const hi = reinterpret_cast<__half2*>(&made.hi);
     __half2* const lo = reinterpret_cast<__half2*>(&made.lo);
@@ -67,8 +131,14 @@ __device__ inline Pairs pairs_of(const float (&x)[8], float scale, int& poor) {
         hi[e] = __float22half2_rn(v);
         const float2 near = __half22float2(hi[e]);
         lo[e] = __floats2half2_rn(v.x - near.x, v.y - near.y);
-        poor += fabsf(v.x) < kFull && x[2 * e] != 0.0f;
-        poor += fabsf(v.y) < kFull && x[2 * e + 1] != 0.0f;
+    }
+    if (!has_small(least_of(hi))) return made;
+#pragma unroll
+    for (const float one : x) {
+        const float size = fabsf(one) * scale;
+        counts.tiny += size < kTiny && one != 0.0f;
+        counts.small += size < kTiny;
+        counts.large += size >= kLarge;
     }
     return made;
 }
@@ -99,15 +169,20 @@ __device__ inline uint32_t largest_of(uint32_t x) {
     return x;
 }
 
+__device__ inline Counts of_lane(const Counts& counts, int apart) {
+    return {__shfl_xor_sync(~0u, counts.tiny, apart), __shfl_xor_sync(~0u, counts.small, apart),
+            __shfl_xor_sync(~0u, counts.large, apart)};
+}
+
 template <int kLanes>
-__device__ inline int sum_of(int x) {
-    for (int apart = 1; apart < min(kLanes, 32); apart *= 2) x += __shfl_xor_sync(~0u, x, apart);
+__device__ inline Counts sum_of(Counts x) {
+    for (int apart = 1; apart < min(kLanes, 32); apart *= 2) x = x + of_lane(x, apart);
     if (kLanes <= 32) return x;
-    __shared__ int of_warp[kSplitThreads / 32];
+    __shared__ Counts of_warp[kSplitThreads / 32];
     if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = x;
     __syncthreads();
-    x = 0;
-    for (const int other : of_warp) x += other;
+    x = {};
+    for (const Counts& other : of_warp) x = x + other;
     return x;
 }
 
@@ -137,26 +212,26 @@ __global__ void __launch_bounds__(kSplitThreads) split_rows_kernel(const Factor 
         }
     }
     const float scale = scale_of(largest_of<kLanes>(largest));
-    int poor = 0;
+    Counts counts = {};
     uint4* const out = f.pairs + line * f.pieces * kLines;
 #pragma unroll(kKeep ? kKeep : 1)
     for (int n = 0; kKeep == 0 || n < kKeep; ++n) {
         const int at = first + n * step;
         if (at >= f.pieces * kPiece || !is_row) break;
         if (!kKeep) load_row<kVector>(row, f.k_stride, at, kept[0]);
-        const Pairs made = pairs_of(kept[kKeep ? n : 0], scale, poor);
+        const Pairs made = pairs_of(kept[kKeep ? n : 0], scale, counts);
         uint4* const pair = out + at / kPiece * kLines + at % kPiece / 8;
         pair[0] = made.hi;
         pair[kLines / 2] = made.lo;
     }
-    poor = sum_of<kLanes>(poor);
-    if (first == 0 && is_row) f.inverse[line] = held(scale, poor, row.k) ? 1.0f / scale : NAN;
+    counts = sum_of<kLanes>(counts);
+    if (first == 0 && is_row) f.heads[line] = head_of(scale, counts, row.k, f.part_k);
 }
 
 // Where neighbours in memory are of one k and different rows, a cluster of blocks takes 32 rows, each
 // block a share of k, and they tell each other the largest magnitudes. A warp has kKeep tiles of
 // 32 x 32 in registers and reads again what it has more; it turns them in shared memory. Read once,
-// that is 4096 x 4096 in 0.036 ms (H200); read twice by single blocks it was 0.071.
+// that is 4096 x 4096 in 0.053 ms (H200); read twice by single blocks it was 0.071.
 constexpr int kTurn = 32;
 constexpr int kTurnThreads = 256;
 constexpr int kMaxCluster = 8;
@@ -167,8 +242,8 @@ __device__ inline void cluster_sync() {
 }
 
 // What another block of the cluster has at the place of `mine`.
-__device__ inline uint32_t of_block(const uint32_t* mine, int block) {
-    uint32_t value;
+__device__ inline int of_block(const int* mine, int block) {
+    int value;
     asm volatile(
         "{\n.reg .b32 at;\nmapa.shared::cluster.u32 at, %1, %2;\n"
         "ld.shared::cluster.u32 %0, [at];\n}\n"
@@ -191,7 +266,7 @@ template <bool kVector, int kKeep>
 __global__ void __launch_bounds__(kTurnThreads) split_columns_kernel(const Factor f, int cluster) {
 #if __CUDA_ARCH__ >= 900
     constexpr int kTurnWarps = kTurnThreads / 32;
-    __shared__ uint32_t largest[kTurn], poor[kTurn];
+    __shared__ int largest[kTurn], counted[kTurn][3];
     __shared__ float turned[kTurnWarps][kTurn][kTurn + 1];
     const int groups = (f.rows + kTurn - 1) / kTurn;
     const int64_t index = blockIdx.x / cluster, part = index / groups;  // and batch
@@ -208,7 +283,10 @@ __global__ void __launch_bounds__(kTurnThreads) split_columns_kernel(const Facto
             x[n] = load_column<kVector>(at, k < strip.k ? rows - column : 0);
         }
     };
-    if (threadIdx.x < kTurn) largest[threadIdx.x] = poor[threadIdx.x] = 0;
+    if (threadIdx.x < kTurn) {
+        largest[threadIdx.x] = 0;
+        for (int& count : counted[threadIdx.x]) count = 0;
+    }
     __syncthreads();
     float4 kept[kKeep][8];
     uint32_t most[4] = {};
@@ -235,13 +313,14 @@ __global__ void __launch_bounds__(kTurnThreads) split_columns_kernel(const Facto
         for (int apart = 8; apart < 32; apart *= 2) {
             most[c] = max(most[c], __shfl_xor_sync(~0u, most[c], apart));
         }
-        if (lane < 8) atomicMax(&largest[column + c], most[c]);
+        if (lane < 8) atomicMax(&largest[column + c], int(most[c]));
     }
     cluster_sync();
-    uint32_t whole = 0;  // of the row of this lane
+    int whole = 0;  // of the row of this lane
     for (int b = 0; b < cluster; ++b) whole = max(whole, of_block(&largest[lane], b));
     const float scale = scale_of(whole);
     uint4* const out = f.pairs + (part * f.rows + group) * f.pieces * kLines;
+    Counts counts[kTurn / 8] = {};
     const auto turn = [&](int piece, const float4(&x)[8]) {
         float (&to)[kTurn][kTurn + 1] = turned[warp];
         __syncwarp();
@@ -258,9 +337,7 @@ __global__ void __launch_bounds__(kTurnThreads) split_columns_kernel(const Facto
             float v[8];
 #pragma unroll
             for (int e = 0; e < 8; ++e) v[e] = to[eighth * 8 + e][row];
-            int count = 0;
-            const Pairs made = pairs_of(v, __shfl_sync(~0u, scale, row), count);
-            if (count) atomicAdd(&poor[row], count);
+            const Pairs made = pairs_of(v, __shfl_sync(~0u, scale, row), counts[n]);
             if (row < rows) {
                 uint4* const line = out + (int64_t(row) * f.pieces + piece) * kLines + eighth;
                 line[0] = made.hi;
@@ -277,12 +354,27 @@ __global__ void __launch_bounds__(kTurnThreads) split_columns_kernel(const Facto
         load(piece, x);
         turn(piece, x);
     }
+#pragma unroll
+    for (int n = 0; n < kTurn / 8; ++n) {
+        if (!__any_sync(~0u, counts[n].small)) continue;
+        for (int apart = 1; apart < 4; apart *= 2) {
+            counts[n] = counts[n] + of_lane(counts[n], apart);
+        }
+        if (lane % 4 != 0) continue;
+        const int row = n * 8 + lane / 4;
+        atomicAdd(&counted[row][0], counts[n].tiny);
+        atomicAdd(&counted[row][1], counts[n].small);
+        atomicAdd(&counted[row][2], counts[n].large);
+    }
     cluster_sync();
     if (block == 0 && warp == 0) {
-        int count = 0;
-        for (int b = 0; b < cluster; ++b) count += of_block(&poor[lane], b);
-        const bool well = held(scale, count, strip.k);
-        if (lane < rows) f.inverse[part * f.rows + group + lane] = well ? 1.0f / scale : NAN;
+        Counts all = {};
+        for (int b = 0; b < cluster; ++b) {
+            const int* const own = counted[lane];
+            all = all + Counts{of_block(own, b), of_block(own + 1, b), of_block(own + 2, b)};
+        }
+        const uint32_t head = head_of(scale, all, strip.k, f.part_k);
+        if (lane < rows) f.heads[part * f.rows + group + lane] = head;
     }
     cluster_sync();  // what others read stays until they have
 #endif

@@ -1,4 +1,4 @@
-// What products of split operands need of Hopper, on the host: the copy engine with its tensor maps,
+// What products need of Hopper's tensor cores, on the host: the copy engine with its tensor maps,
 // barriers in shared memory, tensor cores that read swizzled shared memory, and clusters of blocks.
 //
 // Copies are there at once, but a thread that waits for a barrier still waits: an arrival that is
@@ -48,7 +48,9 @@ inline CUresult encode(CUtensorMap* to, CUtensorMapDataType type, cuuint32_t ran
                        const cuuint64_t* size, const cuuint64_t* stride, const cuuint32_t* box,
                        const cuuint32_t* steps, CUtensorMapInterleave, CUtensorMapSwizzle swizzle,
                        CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
-    Map map = {static_cast<char*>(data), rank, type == CU_TENSOR_MAP_DATA_TYPE_FLOAT16 ? 2u : 4u};
+    const bool half =
+        type == CU_TENSOR_MAP_DATA_TYPE_FLOAT16 || type == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    Map map = {static_cast<char*>(data), rank, half ? 2u : 4u};
     bool right = rank <= 3 && reinterpret_cast<uintptr_t>(data) % 16 == 0;
     right &= swizzle == CU_TENSOR_MAP_SWIZZLE_128B;
     for (unsigned d = 0; d < rank && right; ++d) {
@@ -58,6 +60,7 @@ inline CUresult encode(CUtensorMap* to, CUtensorMapDataType type, cuuint32_t ran
         right &= size[d] >= 1 && size[d] <= uint64_t(1) << 32 && box[d] >= 1 && box[d] <= 256;
         right &= steps[d] == 1 && map.stride[d] < uint64_t(1) << 40;
         right &= d == 0 || (map.stride[d] > 0 && map.stride[d] % 16 == 0);
+        right &= d != 1 || map.stride[d] >= size[0] * map.element;  // lines apart
     }
     right &= map.box[0] * map.element == 128;  // a swizzled row
     if (!right) throw std::runtime_error("a tensor map that the driver refuses");
@@ -113,14 +116,31 @@ inline void read_line(uint64_t descriptor, int line, float (&to)[16]) {
     }
 }
 
-// Each thread has its elements of 64 x 128 sums; `row` gives a row of A.
-template <typename Row>
-__attribute__((optimize("O3"))) void multiply(float (&d)[64], const Row& row, uint64_t b, bool add) {
+// The same of one type or the other, where lines may lie across: of each k 64 lines, then as far apart
+// as the descriptor says the next 64.
+template <typename T, bool kAcross>
+void read_halves(uint64_t descriptor, int line, float (&to)[16]) {
+    const unsigned start = (descriptor & 0x3fff) << 4, step = (descriptor >> 32 & 0x3fff) << 4;
+    const unsigned apart = (descriptor >> 16 & 0x3fff) << 4;
+    for (int k = 0; k < 16; ++k) {
+        const unsigned along = line / 8 * step + line % 8 * 128 + k * 2;
+        const unsigned across = line / 64 * apart + k / 8 * step + k % 8 * 128 + line % 64 * 2;
+        uint16_t bits;
+        memcpy(&bits, swizzled(start + (kAcross ? across : along)), sizeof bits);
+        to[k] =
+            std::is_same_v<T, __half> ? to_float(bits) : std::bit_cast<float>(unsigned(bits) << 16);
+    }
+}
+
+// Each thread has its elements of 64 x 128 or 64 x 256 sums; `row` gives a row of A, `line` one of B.
+template <int kCount, typename Row, typename Line>
+__attribute__((optimize("O3"))) void multiply(float (&d)[kCount], const Row& row, const Line& line,
+                                              bool add) {
     float a[2][16], other[16];
     row(0, a[0]);
     row(1, a[1]);
-    for (int j = 0; j < 32; ++j) {
-        read_line(b, j / 2 * 8 + thread.x % 4 * 2 + j % 2, other);
+    for (int j = 0; j < kCount / 2; ++j) {
+        line(j / 2 * 8 + thread.x % 4 * 2 + j % 2, other);
         for (int half = 0; half < 2; ++half) {
             float& sum = d[j / 2 * 4 + half * 2 + j % 2];
             double exact = add ? sum : 0.0f;
@@ -187,8 +207,7 @@ inline void copy_pieces(void* to, const CUtensorMap& map, int piece, int row, ui
     cpu_runtime::copy(to, map, {piece * 64, row, 0}, barrier);
 }
 
-inline void copy_long(void* to, const CUtensorMap& map, int x, int y, int batch,
-                      uint64_t* barrier) {
+inline void copy_box(void* to, const CUtensorMap& map, int x, int y, int batch, uint64_t* barrier) {
     cpu_runtime::copy(to, map, {x, y, batch}, barrier);
 }
 
@@ -197,7 +216,20 @@ inline void multiply(float (&d)[64], uint64_t a, uint64_t b, bool add) {
     const auto row = [&](int half, float (&to)[16]) {
         cpu_runtime::read_line(a, first + half * 8, to);
     };
-    cpu_runtime::multiply(d, row, b, add);
+    const auto line = [&](int number, float (&to)[16]) { cpu_runtime::read_line(b, number, to); };
+    cpu_runtime::multiply(d, row, line, add);
+}
+
+template <typename T, bool kAcrossA, bool kAcrossB>
+void multiply_halves(float (&d)[128], uint64_t a, uint64_t b) {
+    const int first = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+    const auto row = [&](int half, float (&to)[16]) {
+        cpu_runtime::read_halves<T, kAcrossA>(a, first + half * 8, to);
+    };
+    const auto line = [&](int number, float (&to)[16]) {
+        cpu_runtime::read_halves<T, kAcrossB>(b, number, to);
+    };
+    cpu_runtime::multiply(d, row, line, true);
 }
 
 inline void multiply(float (&d)[64], const uint32_t (&a)[4], uint64_t b, bool add) {
@@ -215,16 +247,30 @@ inline void multiply(float (&d)[64], const uint32_t (&a)[4], uint64_t b, bool ad
             to[k] = cpu_runtime::to_float(two >> k % 2 * 16);
         }
     };
-    cpu_runtime::multiply(d, row, b, add);
+    const auto line = [&](int number, float (&to)[16]) { cpu_runtime::read_line(b, number, to); };
+    cpu_runtime::multiply(d, row, line, add);
 }
 
 inline void begin_multiplying() {}
 inline void commit_multiplying() {}
 inline void finish_multiplying() {}
-inline void pin(float (&)[64]) {}
+inline void finish_previous() {}
+template <int kCount>
+void pin(float (&)[kCount]) {}
 inline void cluster_sync() { __syncthreads(); }
-inline uint32_t of_block(const uint32_t* mine, int block) {
-    uint32_t value;
+inline float larger_of(float x, float y) { return x != x ? x : y != y || y > x ? y : x; }
+inline uint32_t __vminu2(uint32_t x, uint32_t y) {
+    return min(x & 0xffff, y & 0xffff) | min(x >> 16, y >> 16) << 16;
+}
+inline uint32_t __vmaxu2(uint32_t x, uint32_t y) {
+    return max(x & 0xffff, y & 0xffff) | max(x >> 16, y >> 16) << 16;
+}
+inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
+    if (selector != 0x7632) throw std::runtime_error("bytes in an order that is not known here");
+    return x >> 16 | (y & 0xffff0000);
+}
+inline int of_block(const int* mine, int block) {
+    int value;
     memcpy(&value, cpu_runtime::fibers->other(mine, block), sizeof value);
     return value;
 }
