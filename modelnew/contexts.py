@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from modelnew.formula import WIDTH
 from modelnew.ir import DTYPE_BYTES
 from modelnew.moves import Mapped
-from modelnew.products import Kind
+from modelnew.products import BARE, Kind
 
 C_TYPES: Mapping[str, str] = {
     "bool": "bool", "uint8": "uint8_t", "int8": "int8_t", "int16": "int16_t", "int32": "int32_t",
@@ -157,7 +157,7 @@ class Scalar:
     text: str
 
 
-_WITH_BIAS: Mapping[str, str] = {"mm": "addmm", "bmm": "baddbmm", "mv": "addmv"}
+_WITH_BIAS: Mapping[str, str] = {bare: added for added, bare in BARE.items()}
 
 
 @dataclass(frozen=True)

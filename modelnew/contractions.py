@@ -33,6 +33,7 @@ from modelnew.ir import (
 from modelnew.names import renamed, unused, with_results
 from modelnew.ops import FLOATS, operands
 from modelnew.products import (
+    BARE,
     EINSUM,
     PRODUCTS,
     Kind,
@@ -43,8 +44,6 @@ from modelnew.products import (
     taken,
 )
 from modelnew.steps import clone, copy, map_operands, random_order, waits_for
-
-BARE = {"addmm": "mm", "baddbmm": "bmm", "addmv": "mv"}
 
 # Steps that keep one triangle of a matrix: see `triangle`.
 TRIANGLES = {"lower_triangle": 1, "upper_triangle": -1}

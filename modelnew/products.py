@@ -24,15 +24,17 @@ PRODUCTS: Mapping[str, tuple[str, str, str | None]] = {
     "mv": ("self", "vec", None),
     "addmv": ("mat", "vec", "self"),
 }
+# By product that something is added to, the one without.
+BARE: Mapping[str, str] = {"addmm": "mm", "baddbmm": "bmm", "addmv": "mv"}
 EINSUM = "aten.einsum.default"
 
 
 @dataclass(frozen=True)
 class Limits:
     """The least that a product has to have for its kernels to be faster than PyTorch's: rows and
-    columns, each, depth, and multiplications, those of a vector too. And the most, of rows or of
-    columns. Where it is `aligned` not to be, an operand's lines do not all begin at multiples of so
-    many elements, as PyTorch's kernels would have them.
+    columns, each, depth, and multiplications, those by a `vector` apart. And the `most` rows or
+    columns. Where lines of both operands begin at multiples of `aligned` elements, PyTorch's
+    kernels are faster whatever the size.
     """
 
     lines: int

@@ -139,9 +139,14 @@ class Made:
 
 @cache
 def made(name: str, dtypes: Sequence[str] = Options().dtypes) -> Made:
+    return made_of(name, EVERY[name].text, dtypes)
+
+
+def made_of(name: str, text: str, dtypes: Sequence[str]) -> Made:
+    """What is made of a reference with this text."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / f"{name}.py"
-        path.write_text(EVERY[name].text)
+        path.write_text(text)
         ref = load(path)
         found = plan(trace(ref))
         invariants.check_plan(found)
@@ -150,7 +155,12 @@ def made(name: str, dtypes: Sequence[str] = Options().dtypes) -> Made:
 
 def inputs(name: str, n: int, k: int, m: int) -> list[Tensor]:
     """Those of get_inputs with other sizes, always the same."""
+    case = EVERY[name]
+    return drawn(map(case.drawn, case.names), n, k, m)
+
+
+def drawn(texts: Iterable[str], n: int, k: int, m: int) -> list[Tensor]:
+    """What the texts of arguments draw, always the same."""
     torch.manual_seed(1)
     space = {"torch": torch, "n": n, "k": k, "m": m}
-    case = EVERY[name]
-    return [eval(case.drawn(given), space) for given in case.names]
+    return [eval(text, space) for text in texts]

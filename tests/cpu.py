@@ -238,7 +238,8 @@ def _without_assembly(cuda: str) -> str:
     """With what cpu_runtime/hopper.h has for the functions of a product that are in assembly."""
     for name in IN_ASSEMBLY:
         head = rf"^(?:template <[^>]*>\n)?__device__ inline \w+ {name}\("
-        cuda = re.sub(rf"{head}[^{{]*{{([^\n]*|.*?^)}}\n", "", cuda, flags=re.M | re.S)
+        cuda, count = re.subn(rf"{head}[^{{]*{{([^\n]*|.*?^)}}\n", "", cuda, flags=re.M | re.S)
+        assert count or not re.search(rf"\b{name}\(", cuda), f"no function {name}"
     cuda = re.sub(r"\basm volatile\(\"(setmaxnreg|fence)\.[^;]*;\"[^;]*\);", ";", cuda)
     cuda = re.sub(r"^#if (defined\(__CUDA_ARCH_FEAT_SM90_ALL\)|__CUDA_ARCH__ >= 900)$", "#if 1",
                   cuda, flags=re.M)  # fmt: skip

@@ -20,7 +20,7 @@ import multiplied
 import pytest
 import torch
 from contracted import CASES, made
-from multiplied import Models, loading
+from multiplied import Models, groups, loading
 from torch import Tensor, nn
 
 from modelnew.measure.nested import cast
@@ -67,12 +67,6 @@ def cache(pytestconfig: pytest.Config) -> Path:
 @pytest.fixture(scope="module")
 def extension(texts: Mapping[str, str], cache: Path) -> Path:
     return cpu.build(groups(texts), cache, brief={1, 2, 3})
-
-
-def groups(texts: Mapping[str, str]) -> list[list[str]]:
-    first = [texts["bare"], texts["a small workspace"]]
-    others = [text for text in texts.values() if text not in first]
-    return [first[:1], first[1:], others[::2], others[1::2]]
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import cpu
 import pytest
 import torch
 from contracted import HALVES, made
-from multiplied import Models, loading
+from multiplied import Models, groups, loading
 from test_contractions_on_cpu import judge
 from torch import Tensor
 
@@ -131,15 +131,9 @@ def cache(pytestconfig: pytest.Config) -> Path:
 
 @pytest.fixture(scope="module")
 def models(texts: Mapping[str, str], cache: Path) -> Models:
-    extension = cpu.build(groups(texts), cache, brief={1, 2, 3})
+    extension = cpu.build(groups(texts, BARE), cache, brief={1, 2, 3})
 
     return loading(texts, cache, extension)
-
-
-def groups(texts: Mapping[str, str]) -> list[list[str]]:
-    first = [texts[BARE], texts["a small workspace"]]
-    others = [text for text in texts.values() if text not in first]
-    return [first[:1], first[1:], others[::2], others[1::2]]
 
 
 def judge_form(form: str, dtype: torch.dtype, models: Models, text: str | None = None) -> None:
@@ -213,6 +207,6 @@ print("clean", flush=True)
 models[1](torch.randn(24, 2176).half(), w.new_ones(2176, 40))
 print("not seen")
 """
-    (right,), (wrong,), *_ = groups(texts)
-    extension = cpu.build(groups(texts), cache, address={0, 1}, brief={0, 1, 2, 3})
+    (right,), (wrong,), *_ = groups(texts, BARE)
+    extension = cpu.build(groups(texts, BARE), cache, address={0, 1}, brief={0, 1, 2, 3})
     cpu.check_addresses(script, extension, [right, wrong])

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 import pytest
 import torch
-from products import HALF, by_few, compiled
+from products import HALF, by_few, compiled, laid
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -56,10 +56,6 @@ def uniform(*shape: int) -> Tensor:
 def weights(*shape: int) -> Tensor:
     """Of a linear layer, [.., k, n]."""
     return (uniform(*shape) * 2 - 1) / shape[-2] ** 0.5
-
-
-def laid(x: Tensor, across: bool) -> Tensor:
-    return x.mT.contiguous().mT if across else x
 
 
 def error(found: Tensor, a: Tensor, b: Tensor) -> float:

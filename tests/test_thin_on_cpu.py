@@ -18,8 +18,8 @@ import multiplied
 import pytest
 import thinned
 import torch
-from multiplied import Models, loading
-from thinned import CASES, for_small, made
+from multiplied import Models, groups, loading
+from thinned import CASES, made
 from torch import Tensor, nn
 
 from modelnew.measure.nested import cast, tensors
@@ -55,10 +55,10 @@ MISTAKES: Mapping[str, tuple[tuple[str, str], str]] = {
 @pytest.fixture(scope="module")
 def texts() -> Mapping[str, str]:
     found = {
-        name: for_small(made(name, Options().dtypes if name in HALF else ("float32",)).text)
+        name: made(name, Options().dtypes if name in HALF else ("float32",)).for_small
         for name in CASES
     }
-    bare = for_small(made("bare", ("float32",)).text)
+    bare = made("bare", ("float32",)).for_small
     for name, (change, _) in MISTAKES.items():
         assert change[0] in bare
         found[name] = bare.replace(*change)
@@ -73,12 +73,6 @@ def texts() -> Mapping[str, str]:
 def cache(pytestconfig: pytest.Config) -> Path:
     assert pytestconfig.cache is not None
     return pytestconfig.cache.mkdir("solutions_on_cpu")
-
-
-def groups(texts: Mapping[str, str]) -> list[list[str]]:
-    first = [texts["bare"], texts["a small workspace"]]
-    others = [text for text in texts.values() if text not in first]
-    return [first[:1], first[1:], others[::2], others[1::2]]
 
 
 @pytest.fixture(scope="module")

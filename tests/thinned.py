@@ -6,23 +6,15 @@ takes small ones.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
-import torch
-from contracted import Made, forward_text, names_in
+from contracted import Made, drawn, forward_text, made_of, names_in
 from references import reference_text
 from torch import Tensor
 
-from modelnew import invariants
-from modelnew.plan import plan
-from modelnew.reference import load
-from modelnew.render import Options, render
-from modelnew.trace import trace
+from modelnew.render import Options
 
 # By name: the text that draws an argument, of n rows and of few, m.
 GIVEN: Mapping[str, str] = {
@@ -61,9 +53,9 @@ class Case:
 
     @property
     def text(self) -> str:
-        drawn = ", ".join(GIVEN[name] for name in self.names)
+        given = ", ".join(GIVEN[name] for name in self.names)
         return (
-            reference_text(forward_text(self.body, self.names), drawn, self.init, 4096)
+            reference_text(forward_text(self.body, self.names), given, self.init, 4096)
             + f"k, m = n + 32, {self.m}\n"
         )
 
@@ -91,26 +83,9 @@ CASES: Mapping[str, Case] = {
 
 @cache
 def made(name: str, dtypes: Sequence[str] = Options().dtypes) -> Made:
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / f"{name.replace(' ', '_')}.py"
-        path.write_text(CASES[name].text)
-        ref = load(path)
-        found = plan(trace(ref))
-        invariants.check_plan(found)
-        return Made(ref, found, render(ref, found, Options(tuple(dtypes))))
-
-
-def for_small(text: str) -> str:
-    """With products of every size by its own kernels, and no checks of sizes, which are those that
-    the graph was traced for where something might broadcast."""
-    pays = r"return !vector || along || work >= 1 << 28;"
-    assert pays in text, "the text does not say which products its kernels take"
-    text = text.replace(pays, "return true;")
-    return re.sub(r"^ +_check\(.*\n", "", text, flags=re.MULTILINE)
+    return made_of(name, CASES[name].text, dtypes)
 
 
 def inputs(name: str, n: int, k: int, m: int) -> list[Tensor]:
     """Those of get_inputs with other sizes, always the same."""
-    torch.manual_seed(1)
-    space = {"torch": torch, "n": n, "k": k, "m": m}
-    return [eval(GIVEN[given], space) for given in CASES[name].names]
+    return drawn((GIVEN[given] for given in CASES[name].names), n, k, m)
