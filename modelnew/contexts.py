@@ -417,11 +417,11 @@ class Kernel:
         kind, found = self.factors.kind, []
         if not kind.is_generic:
             (name,) = kind.dtypes
-            return tuple((given, kind.run, types) for given, types in self.types(_DTYPES[name][0]))
+            run = f"{kind.run}<{self.factors.width}>" if self.factors.width else kind.run
+            return tuple((given, run, types) for given, types in self.types(_DTYPES[name][0]))
         for type_ in dtypes:
             if type_.name in kind.dtypes:
-                width = f", {self.factors.width}" if self.factors.width else ""
-                run = f"{kind.run}<{type_.ctype}{width}>"
+                run = f"{kind.run}<{type_.ctype}>"
                 for given, types in self.types(type_.ctype):
                     conditions = filter(None, [f"ops.dtype == {type_.code}", given])
                     found.append((" && ".join(conditions), run, types))

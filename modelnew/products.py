@@ -134,9 +134,9 @@ KINDS: Mapping[str, Kind] = {
         Kind(
             THIN,
             ("float32",),
-            # [8192, 8192] by 1, 2 and 4 columns takes 0.072, 0.078 and 0.087 ms for PyTorch's
-            # 0.090, 0.245 and 0.137 (H200), by 8 0.150 for 0.137; [2048, 2048] by 1 and 4 0.012
-            # and 0.017 for 0.011 and 0.046; [16384, 16384] of float16 by 4 0.315 for 0.173.
+            # [8192, 8192] by 1 and 4 columns takes 0.073 and 0.100 ms for PyTorch's 0.089 and 0.137
+            # (H200), by 8 it took 0.150 for 0.137; [2048, 2048] by 1 and 4 0.012 and 0.017 for 0.011
+            # and 0.046; [16384, 16384] of float16 by 4 0.315 for 0.173.
             Limits(lines=1, depth=32, work=1 << 20, vector=1 << 24, most=4),
             about=(
                 "Products of which one side has few rows or columns are added up in float32, in an",
@@ -148,7 +148,6 @@ KINDS: Mapping[str, Kind] = {
             workspace="thin_workspace_bytes",
             factors="thin_factors",
             host="thin.cpp.jinja",
-            is_generic=True,
         ),
     )
 }

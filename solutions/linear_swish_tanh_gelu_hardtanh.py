@@ -56,7 +56,6 @@ struct Side {
 struct Problem {
     Side a, b;
     int batches, k, processors;
-    int bytes;     // of an element
     int triangle;  // see Product in the kernels
     int64_t diagonal;
     void* workspace;
@@ -920,15 +919,27 @@ struct alignas(16) Desk {
     float undo[256];
 };
 
-// Brings `count` of them in.
-__device__ inline Reach bring(Desk& desk, const uint32_t* heads, int count) {
-    const int lane = threadIdx.x % 32;
+// The heads of the side along which it goes, some in each lane.
+struct Heads {
+    uint32_t at[8];
+};
+
+__device__ inline Heads load_heads(const uint32_t* heads, int count) {
+    Heads found;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const int n = i * 32 + threadIdx.x % 32;
+        found.at[i] = n < count ? heads[n] : kNoHead;
+    }
+    return found;
+}
+
+__device__ inline Reach bring(Desk& desk, const Heads& heads) {
     Reach reach;
 #pragma unroll
-    for (int n = 0; n < 256; n += 32) {
-        const uint32_t head = n + lane < count ? heads[n + lane] : kNoHead;
-        desk.undo[n + lane] = undo_of(head);
-        reach.include(reach_of(head));
+    for (int i = 0; i < 8; ++i) {
+        desk.undo[i * 32 + threadIdx.x % 32] = undo_of(heads.at[i]);
+        reach.include(reach_of(heads.at[i]));
     }
     __syncwarp();
     return reach;
@@ -951,23 +962,24 @@ struct Sink {
 
 // Notes whether pairs suit the rows and columns of a warp; each lane has the reach of some.
 __device__ inline void note_wide(const Product& p, int tile, Reach rows, Reach columns) {
-    for (int apart = 1; apart < 32; apart *= 2) {
+    const bool all = !__any_sync(~0u, min(rows.large, columns.large) < kAlways);
+    for (int apart = 1; apart < 32 && !all; apart *= 2) {
         rows.large = min(rows.large, __shfl_xor_sync(~0u, rows.large, apart));
         rows.small = max(rows.small, __shfl_xor_sync(~0u, rows.small, apart));
         columns.large = min(columns.large, __shfl_xor_sync(~0u, columns.large, apart));
         columns.small = max(columns.small, __shfl_xor_sync(~0u, columns.small, apart));
     }
-    const bool is_wide = !suits(rows, columns);
+    const bool is_wide = !all && !suits(rows, columns);
     if (threadIdx.x % 32 == 0) p.wide[tile * kWarps + threadIdx.x / 32] = is_wide;
 }
 
-// Writes a warp's 16 rows and 128 kHalves columns, `row` and `column` the first. A lane has the sums
-// of rows `line` and line + 8, whose reach is `own` where they have no heads. `vector` says that packs
-// of 4 are right.
+// Writes a warp's 16 rows and 128 kHalves columns, `row` and `column` the first, whose heads are
+// `heads`. A lane has the sums of rows `line` and line + 8, whose reach is `own` where they have no
+// heads. `vector` says that packs of 4 are right.
 template <int kHalves, typename Epilogue>
 __device__ inline void finish(const Product& p, const Epilogue& epilogue, int tile, int64_t batch,
                               int row, int column, int line, const float (&sum)[kHalves][64],
-                              Reach own, Desk& desk, bool vector) {
+                              const Heads& heads, Reach own, Desk& desk, bool vector) {
     const Sink<Epilogue> sink = {p, epilogue};
     const int lane = threadIdx.x % 32, rows = min(16, p.rows - row);
     const int columns = min(kHalves * 128, p.columns - column);
@@ -980,7 +992,7 @@ __device__ inline void finish(const Product& p, const Epilogue& epilogue, int ti
         undo[h] = undo_of(head);
         own.include(reach_of(head));
     }
-    note_wide(p, tile, own, bring(desk, p.column_heads + batch * p.columns + column, columns));
+    note_wide(p, tile, own, bring(desk, heads));
 #pragma unroll 1
     for (int b = 0; b < kHalves * 128 / kBlockColumns; ++b) {
         const int first = b * kBlockColumns;
@@ -1003,11 +1015,19 @@ __device__ inline void finish(const Product& p, const Epilogue& epilogue, int ti
         if (vector) {
             const auto scale = pack_at<float, 4>(desk.undo, first + n);
             i += lane / 8 * int64_t(p.columns);
+            constexpr int kAtOnce = Epilogue::kAtOnce;
 #pragma unroll 1
-            for (int m = lane / 8; m < rows; m += 4, i += 4 * int64_t(p.columns)) {
-                auto pack = pack_at<float, 4>(block[m], n);
-                for (int v = 0; v < 4; ++v) pack.at[v] *= scale.at[v];
-                sink(i, pack);
+            for (int m = lane / 8; m < rows; m += 4 * kAtOnce) {
+                Pack<float, 4> packs[kAtOnce];
+#pragma unroll
+                for (int at = 0; at < kAtOnce; ++at) {
+                    packs[at] = pack_at<float, 4>(block[m + at * 4], n);
+                    for (int v = 0; v < 4; ++v) packs[at].at[v] *= scale.at[v];
+                }
+#pragma unroll
+                for (int at = 0; at < kAtOnce; ++at, i += 4 * int64_t(p.columns)) {
+                    if (m + at * 4 < rows) sink(i, packs[at]);
+                }
             }
         } else {
             const float scale = desk.undo[first + n];
@@ -1067,6 +1087,11 @@ __global__ void __launch_bounds__(kProductThreads, 1)
         float sum[2][64] = {};
         float run[64];
         const Place place = place_of(p, tile);
+        const int row = place.row_tile * kTileRows + warp * 16;
+        const int column = place.column_tile * kTileColumns;
+        // On their way while the tensor cores work: over k = 64 that takes 3 % off.
+        const Heads heads = load_heads(p.column_heads + int64_t(place.batch) * p.columns + column,
+                                       p.columns - column);
         for (int piece = 0; piece < (place.matters ? p.pieces : 0); piece += 2) {
             uint64_t a[2], b[2];
 #pragma unroll
@@ -1110,9 +1135,8 @@ __global__ void __launch_bounds__(kProductThreads, 1)
             stage += 2;
             if (stage == kStages) stage = 0, parity ^= 1;
         }
-        finish(p, epilogue, tile, place.batch, place.row_tile * kTileRows + warp * 16,
-               place.column_tile * kTileColumns, threadIdx.x % 32 / 4, sum, {}, desks[warp],
-               vector);
+        finish(p, epilogue, tile, place.batch, row, column, threadIdx.x % 32 / 4, sum, heads, {},
+               desks[warp], vector);
     }
 #endif
 }
@@ -1298,7 +1322,8 @@ __device__ inline void finish_turned(const Product& p, const Epilogue& epilogue,
     const int rows = min(kHalves * 128, p.rows - row);
     float (&block)[kBlockColumns][kPitch] =
         reinterpret_cast<float (&)[kBlockColumns][kPitch]>(desk.block);
-    note_wide(p, tile, bring(desk, p.row_heads + batch * p.rows + row, rows), own);
+    const Heads heads = load_heads(p.row_heads + batch * p.rows + row, rows);
+    note_wide(p, tile, bring(desk, heads), own);
     const int width = vector ? 4 : 1, n = lane * width % 16;
 #pragma unroll 1
     for (int b = 0; b < kHalves * 128 / kBlockColumns; ++b) {
@@ -1483,7 +1508,10 @@ __global__ void __launch_bounds__(kProductThreads, 1)
             finish_turned(p, epilogue, tile, place.batch, row, column + warp * 16, turn, sum, own,
                           desks[warp], vector);
         } else {
-            finish(p, epilogue, tile, place.batch, row + warp * 16, column, turn, sum, own,
+            const Heads heads =
+                load_heads(p.column_heads + int64_t(place.batch) * p.columns + column,
+                           min(kHalves * 128, p.columns - column));
+            finish(p, epilogue, tile, place.batch, row + warp * 16, column, turn, sum, heads, own,
                    desks[warp], vector);
         }
     }
@@ -1935,6 +1963,7 @@ cudaError_t linear_add_to_hardtanh_launch(const Operands& ops, cudaStream_t stre
 //     linear_bias) + add_value))))
 template <typename T>
 struct linear_add_to_hardtanh_epilogue {
+    static constexpr int kAtOnce = 1;
     Operands ops;
 
     template <int kVec>
@@ -2201,7 +2230,7 @@ Factors factors_of(const at::Tensor& a, const at::Tensor& b,
     f.sizes = a.sizes().vec();
     f.sizes.back() = columns;
     const Side first = side_of(f.a, flat), second = side_of(f.b, flat);
-    f.problem = {first, second, int(batches), int(k), processors, int(a.element_size())};
+    f.problem = {first, second, int(batches), int(k), processors};
     f.ours = true;
     return f;
 }
@@ -2261,7 +2290,7 @@ def _architectures():
 
 
 _cuda = load_inline(
-    name="linear_swish_tanh_gelu_hardtanh_bcf21d8215b6",
+    name="linear_swish_tanh_gelu_hardtanh_c8a63d0f3f87",
     cpp_sources=_SHARED + _CPP,
     cuda_sources=_SHARED + _CUDA,
     functions=["linear_add_to_hardtanh_forward"],

@@ -179,7 +179,8 @@ __device__ inline void finish_turned(const Product& p, const Epilogue& epilogue,
     const int rows = min(kHalves * 128, p.rows - row);
     float (&block)[kBlockColumns][kPitch] =
         reinterpret_cast<float (&)[kBlockColumns][kPitch]>(desk.block);
-    note_wide(p, tile, bring(desk, p.row_heads + batch * p.rows + row, rows), own);
+    const Heads heads = load_heads(p.row_heads + batch * p.rows + row, rows);
+    note_wide(p, tile, bring(desk, heads), own);
     const int width = vector ? 4 : 1, n = lane * width % 16;
 #pragma unroll 1
     for (int b = 0; b < kHalves * 128 / kBlockColumns; ++b) {
@@ -364,7 +365,10 @@ __global__ void __launch_bounds__(kProductThreads, 1)
             finish_turned(p, epilogue, tile, place.batch, row, column + warp * 16, turn, sum, own,
                           desks[warp], vector);
         } else {
-            finish(p, epilogue, tile, place.batch, row + warp * 16, column, turn, sum, own,
+            const Heads heads =
+                load_heads(p.column_heads + int64_t(place.batch) * p.columns + column,
+                           min(kHalves * 128, p.columns - column));
+            finish(p, epilogue, tile, place.batch, row + warp * 16, column, turn, sum, heads, own,
                    desks[warp], vector);
         }
     }
