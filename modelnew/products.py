@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from modelnew.ir import Contraction, Graph, Node, Ref, Tensor
@@ -34,7 +34,8 @@ class Limits:
     """The least that a product has to have for its kernels to be faster than PyTorch's: rows and
     columns, each, depth, and multiplications, those by a `vector` apart. And the `most` rows or
     columns. Where lines of both operands begin at multiples of `aligned` elements, PyTorch's
-    kernels are faster whatever the size.
+    kernels are faster whatever the size. `gain` estimates how many times as fast ours are, which
+    has to be 1.2 at least: padding and splitting may cost more than they save.
     """
 
     lines: int
@@ -43,6 +44,7 @@ class Limits:
     vector: int = 0
     most: int | None = None
     aligned: int | None = None
+    gain: Callable[[Product], float] | None = None
 
     def why_not(self, product: Product) -> str | None:
         if self.most is not None and product.thinner > self.most:
@@ -54,6 +56,8 @@ class Limits:
             return "a small product: PyTorch's is faster"
         if self.aligned and not any(size % self.aligned for size in product.lines):
             return "an aligned product: PyTorch's is faster"
+        if self.gain is not None and self.gain(product) < 1.2:
+            return "a product with much padding: PyTorch's is faster"
         return None
 
 
@@ -81,6 +85,41 @@ class Kind:
     is_generic: bool = False  # whether `run` has a type parameter, that of the operands
 
 
+def _is_narrow(product: Product) -> bool:
+    """Whether only the operand with fewer lines is split by a pass of its own."""
+    return product.thinner <= 512 and product.depth >= 256
+
+
+def split_tiles(product: Product) -> tuple[int, bool]:
+    """How many tiles a split product has where its lines begin at multiples of 16 bytes, as form_of
+    of device/contract.cuh: of 128 x 256 results, or whether of 128 x 128."""
+    rows, columns = product.rows, product.columns
+    small = _is_narrow(product) and product.thinner <= 128
+    if _is_narrow(product):
+        rows, columns = max(rows, columns), product.thinner
+    return product.batches * -(-rows // 128) * -(-columns // (128 if small else 256)), small
+
+
+def split_gain(product: Product) -> float:
+    """About how many times as fast as PyTorch's a split product is on an H200 that it fills.
+
+    A multiprocessor takes 1.25 us for 32 k of a tile, 0.9 of a small one, and 6 or 3 us to write
+    it; splitting goes at the speed of memory. cuBLAS multiplies at 49 TFLOP/s, and writes after
+    that. This says 1.8 for 1.8 measured of [32768, 64] x [64, 32768], 3.1 for 2.5 of [128, 8192] x
+    [8192, 8192], 3.7 for 3.0 of 128 times [512, 1024] x [1024, 2048], and 0.7 and 0.3 of
+    [204800, 512] x [512, 32] and 2048 times [32, 100] x [100, 512], which together took 1.9 ms for
+    PyTorch's 1.1.
+    """
+    tiles, small = split_tiles(product)
+    pieces = -(-product.depth // 64) * 2
+    tile = pieces * 0.9e-6 + 3e-6 if small else pieces * 1.25e-6 + 6e-6
+    lines = product.thinner if _is_narrow(product) else product.rows + product.columns
+    split = product.batches * lines * product.depth * 8 / 3.8e12
+    results = product.batches * product.rows * product.columns
+    cublas = results * product.depth * 2 / 49e12 + results * 4 / 4.2e12
+    return cublas / (tiles * tile / 132 + split)
+
+
 # What those have that run on Hopper's tensor cores, and what they say of other GPUs.
 TENSOR_CORES = ("hopper", "tensor_cores", "places", "k_parts")
 ELSEWHERE = (
@@ -97,7 +136,7 @@ KINDS: Mapping[str, Kind] = {
             # takes 2.72 ms for cuBLAS's 4.03 (H200), where results are most of the traffic; with 32
             # for 64 it takes 2.71 for 2.56. Below about 1024^3 the launches dominate: 512^3 is
             # better left to cuBLAS.
-            Limits(lines=16, depth=48, work=1 << 30),
+            Limits(lines=16, depth=48, work=1 << 30, gain=split_gain),
             about=(
                 "Products are float32: operands are split into two float16 each, hi + lo, scaled",
                 "by a power of two, and tensor cores add up lo*hi, hi*lo and hi*hi in runs of 64",
@@ -135,8 +174,8 @@ KINDS: Mapping[str, Kind] = {
             THIN,
             ("float32",),
             # [8192, 8192] by 1 and 4 columns takes 0.073 and 0.100 ms for PyTorch's 0.089 and 0.137
-            # (H200), by 8 it took 0.150 for 0.137; [2048, 2048] by 1 and 4 0.012 and 0.017 for 0.011
-            # and 0.046; [16384, 16384] of float16 by 4 0.315 for 0.173.
+            # (H200), by 8 it took 0.150 for 0.137; [2048, 2048] by 1 and 4 0.012 and 0.017 for
+            # 0.011 and 0.046; [16384, 16384] of float16 by 4 0.315 for 0.173.
             Limits(lines=1, depth=32, work=1 << 20, vector=1 << 24, most=4),
             about=(
                 "Products of which one side has few rows or columns are added up in float32, in an",

@@ -318,6 +318,11 @@ WHY = {
     "enough rows": (worth("torch.randn(4, 256, 1024)"), None),
     "enough batches": (worth("torch.randn(64, 256, 256)", "torch.randn(64, 256, 256)"), None),
     "almost": (worth("torch.randn(1023, 1024)"), "a small product: "),
+    "padded": (worth("torch.randn(204800, 512)", "torch.randn(512, 32)"), "a product with much "),
+    "padded batches": (
+        worth("torch.randn(2048, 32, 100)", "torch.randn(2048, 100, 512)"),
+        "a product with much ",
+    ),
     "thin": (worth("torch.randn(15, 65536)", "torch.randn(65536, 4096)"), "a thin product: "),
     "thinner": (worth("torch.randn(4, 65536)", "torch.randn(65536, 4096)"), None),
     "thin and shallow": (worth("torch.randn(4, 31)", "torch.randn(31, 65536)"),

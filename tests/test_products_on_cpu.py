@@ -19,6 +19,9 @@ import torch
 from contracted import made
 from torch import Tensor
 
+from modelnew import ir
+from modelnew.products import Product, split_tiles
+
 NAMES = (
     "narrow", "long_is_a", "halves", "tile_rows", "tile_columns", "row_tiles", "column_tiles",
     "parts", "part_k", "pieces", "batches", "turned",
@@ -392,6 +395,20 @@ def test_forms(device: Any) -> None:
         assert made.turned == (made.narrow and not made.long_is_a)
         assert_areas(made)
     assert len(kinds) >= 10, kinds
+
+
+def test_tiles_are_those_that_the_planner_counts(device: Any) -> None:
+    kinds = set()
+    for shape in shapes():
+        batches, rows, columns, k = (-(-size // 4) * 4 for size in shape)
+        if batches * rows * columns >= 1 << 31:
+            continue
+        made = form(device, (batches, rows, columns, k), (False, False))
+        left, right = (ir.Tensor("", (batches, n, k), "float32") for n in (rows, columns))
+        tiles = batches * made.row_tiles * made.column_tiles
+        assert split_tiles(Product(left, right, True)) == (tiles, made.narrow and made.halves == 1)
+        kinds.add((made.narrow, made.halves))
+    assert len(kinds) == 4
 
 
 def assert_areas(made: Areas) -> None:
