@@ -41,6 +41,11 @@ RESERVED = frozenset([
     "private", "protected", "public", "register", "short", "signed", "sizeof", "static", "struct",
     "switch", "template", "this", "throw", "typedef", "typename", "union", "unsigned", "using",
     "virtual", "void", "volatile", "xor",
+    # What function bodies call or declare with.
+    "Along", "Factors", "INFINITY", "Maps", "Operands", "Pack", "along_channels", "empty_alike",
+    "empty_as", "empty_in", "factors_of", "format_of", "half_factors_of", "half_workspace_bytes",
+    "has_piece", "int64_t", "kAtOnce", "kThreads", "load", "locate", "operands", "pack_at", "store",
+    "thin_factors", "thin_workspace_bytes", "to_float", "type_of_masks", "workspace_bytes",
     # Of moved elements, their rules among them.
     "maps", "along", "coordinate", "map_of", "moved_like", "unmoved", "inside", "is_inside",
     "load_moved",
@@ -49,7 +54,7 @@ RESERVED = frozenset([
 # What the templates put behind an operand's name for what they make of it.
 SUFFIXES = ("", "_like", "_pack", "_dtype")
 # Further ones of those that go by tiles.
-TILED = ("tiles", "extent", "cell", "locate", "load", "load_staged", "stage", "cell_at", "pack_at")
+TILED = ("Cell", "Extent", "Tiles", "tiles", "extent", "cell", "load_staged", "stage", "cell_at")
 # Further ones of products.
 MULTIPLIED = ("factors", "problem", "pieces", "workspace", "marked", "multiply")
 # Further ones of those that write a concatenation.
