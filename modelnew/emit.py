@@ -43,9 +43,9 @@ RESERVED = frozenset([
     "virtual", "void", "volatile", "xor",
     # What function bodies call or declare with.
     "Along", "Factors", "INFINITY", "Maps", "Operands", "Pack", "along_channels", "empty_alike",
-    "empty_as", "empty_in", "factors_of", "format_of", "half_factors_of", "half_workspace_bytes",
-    "has_piece", "int64_t", "kAtOnce", "kThreads", "load", "locate", "operands", "pack_at", "store",
-    "thin_factors", "thin_workspace_bytes", "to_float", "type_of_masks", "workspace_bytes",
+    "empty_as", "empty_in", "format_of", "has_piece", "int64_t", "kAtOnce", "kThreads", "load",
+    "locate", "operands", "pack_at", "store", "to_float", "type_of_masks",
+    *(name for kind in KINDS.values() for name in (kind.factors, kind.workspace)),
     # Of moved elements, their rules among them.
     "maps", "along", "coordinate", "map_of", "moved_like", "unmoved", "inside", "is_inside",
     "load_moved",

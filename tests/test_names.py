@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from functools import cache
-from pathlib import Path
 
 import pytest
 import test_solutions as solutions
+from contracted import made_of
 from references import reference_text
 
-from modelnew.pipeline import generate
 from modelnew.render import Options
 
 # By what is made of the inputs, the text of the result: of the first two, and of all in a sum.
@@ -50,18 +48,17 @@ def words(text: str) -> set[str]:
     return {name for name in found if not re.fullmatch(EXEMPT, name)}
 
 
-def rendered(body: str, names: list[str], folder: Path) -> str:
+def rendered(body: str, names: list[str]) -> str:
     inputs = {"first": names[0], "second": names[1], "all": " + ".join(names)}
     forward = f"def forward(self, {', '.join(names)}):\n    return {body.format(**inputs)}"
-    path = folder / "model.py"
-    path.write_text(reference_text(forward, "*torch.randn(12, n, n)", n=4100))
-    return generate(path, {}, Options()).text
+    text = reference_text(forward, "*torch.randn(12, n, n)", n=4100)
+    return made_of("model", text, Options().dtypes).text
 
 
-@cache
-def candidates(folder: Path) -> list[str]:
+@pytest.fixture(scope="module")
+def candidates() -> list[str]:
     plain = [f"x{i}" for i in range(12)]
-    texts = [rendered(body, plain, folder) for body in BODIES.values()]
+    texts = [rendered(body, plain) for body in BODIES.values()]
     texts += [path.read_text() for path in sorted(solutions.SOLUTIONS.glob("*.py"))]
     return sorted(set().union(*map(words, texts)))
 
@@ -72,11 +69,9 @@ def chunks(names: list[str]) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("body", BODIES)
-def test_any_name(body: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.getbasetemp()
-    names = [name for name in candidates(folder) if name.isidentifier()]
-    assert {"Pack", "empty_as", "store", "to_float", "workspace_bytes"} <= {*names}
-    for chunk in chunks(names):
-        text = rendered(BODIES[body], chunk, folder)
+def test_any_name(body: str, candidates: list[str]) -> None:
+    assert {"Pack", "empty_as", "store", "to_float", "workspace_bytes"} <= {*candidates}
+    for chunk in chunks(candidates):
+        text = rendered(BODIES[body], chunk)
         hidden = words(text).intersection(re.findall(DECLARED, functions(text)))
         assert not hidden, hidden
